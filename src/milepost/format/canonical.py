@@ -1,0 +1,108 @@
+"""Canonical JSON, both ways, and sealed records.
+
+Bytes that we write are always the same for the same value: sorted keys, no spaces, ASCII, no NaN.
+Bytes that we read may come from anyone: size, depth and duplicate keys are checked, and nothing but
+plain JSON values comes out.
+
+A *record* is a small JSON object (manifest, session, pin, ...) sealed with the SHA-256 of its own
+canonical bytes, so that a torn or altered record is told from a whole one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import DamagedError, FormatError
+
+__all__ = ["MAX_JSON_BYTES", "dump", "dump_record", "load", "load_record"]
+
+MAX_JSON_BYTES = 256 * 1024 * 1024
+"""Largest JSON document that is parsed, in bytes. An index of 1,000,000 tensors is about 150 MB."""
+
+_SEAL = "digest"
+
+
+def dump(value: Any) -> bytes:
+    """Return the canonical bytes of a JSON value.
+
+    Raises:
+        FormatError: The value holds NaN, an infinity, or something that JSON has no form for.
+    """
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"A record could not be written as JSON: {error}.") from error
+    return text.encode("ascii")
+
+
+def load(data: bytes, *, where: str, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Parse untrusted JSON.
+
+    Args:
+        data: The bytes.
+        where: What they were read from, for the error message.
+        max_bytes: Refuse longer input without parsing it.
+
+    Raises:
+        FormatError: Too long, too deep, not UTF-8, not JSON, a duplicate key, or a NaN.
+    """
+    if len(data) > max_bytes:
+        raise FormatError(
+            f"{where} holds {len(data):,} bytes of JSON; at most {max_bytes:,} are read.",
+            path=where,
+        )
+    try:
+        return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError as error:
+        raise FormatError(f"{where} nests its JSON too deeply.", path=where) from error
+    except ValueError as error:
+        raise FormatError(f"{where} is not valid JSON: {error}.", path=where) from error
+
+
+def dump_record(fields: Mapping[str, Any]) -> bytes:
+    """Seal a record: its canonical bytes with their own SHA-256 added as ``digest``."""
+    body = dict(fields)
+    body.pop(_SEAL, None)
+    body[_SEAL] = hashlib.sha256(dump(body)).hexdigest()
+    return dump(body) + b"\n"
+
+
+def load_record(data: bytes, *, where: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Open a sealed record and return its fields, the seal removed.
+
+    Raises:
+        FormatError: Not JSON, or not an object.
+        DamagedError: The seal is missing or does not match the fields.
+    """
+    try:
+        body = load(data, where=where, max_bytes=max_bytes)
+    except FormatError as error:
+        raise DamagedError(f"{where} is torn or altered: {error.what}", path=where) from error
+    if not isinstance(body, dict):
+        raise DamagedError(f"{where} is not a record.", path=where)
+    seal = body.pop(_SEAL, None)
+    if seal is None or seal != hashlib.sha256(dump(body)).hexdigest():
+        raise DamagedError(
+            f"{where} does not match its own digest: it is torn or was altered.", path=where
+        )
+    if data != dump({**body, _SEAL: seal}) + b"\n":
+        raise DamagedError(f"{where} is not in canonical form: it was altered.", path=where)
+    return body
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key[:80]!r} stands twice in one object")
+            seen.add(key)
+    return result
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")

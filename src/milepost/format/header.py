@@ -1,0 +1,198 @@
+"""The safetensors header: bytes <-> tensor entries.
+
+A part is a safetensors file: 8 bytes of little-endian length, a JSON header of that length, then
+the bytes of the tensors. We pad the header with spaces so that the data starts on a page boundary,
+and sort tensors by element size, so that each is aligned to its own elements.
+
+Headers may come from strangers, so they are capped before they are parsed. Tensor names are data
+and never paths.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..errors import FormatError
+from . import canonical
+
+__all__ = [
+    "ITEM_SIZES",
+    "MAX_HEADER_BYTES",
+    "PAGE_BYTES",
+    "StoredTensor",
+    "encode_header",
+    "parse_header",
+    "parse_header_length",
+]
+
+PAGE_BYTES = 4096
+MAX_HEADER_BYTES = 64 * 1024 * 1024
+MAX_RANK = 64
+MAX_NAME_CHARS = 4096
+
+ITEM_SIZES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+"""Bytes of one element, by the dtype codes of the container."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in a part.
+
+    Attributes:
+        key: Its name in the container.
+        dtype: A code of ``ITEM_SIZES``.
+        shape: Its dimensions, row-major.
+        start: First byte, counted from the beginning of the file.
+        stop: One past its last byte.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that it takes in the file."""
+        return self.stop - self.start
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[bytes, list[StoredTensor]]:
+    """Lay out a part.
+
+    Args:
+        tensors: ``(key, dtype code, shape, num_bytes)`` of each, in the order in which they shall
+            lie in the file.
+        metadata: Text that goes into the header's ``__metadata__``.
+
+    Returns:
+        The length field with the header, padded to a whole number of pages, and one entry a tensor
+        in the given order.
+    """
+    header: dict[str, object] = {}
+    if metadata:
+        header["__metadata__"] = dict(metadata)
+    placed, position = [], 0
+    for key, dtype, shape, num_bytes in tensors:
+        header[key] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [position, position + num_bytes],
+        }
+        placed.append((key, dtype, shape, position, position + num_bytes))
+        position += num_bytes
+    body = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    total = -(-(8 + len(body)) // PAGE_BYTES) * PAGE_BYTES
+    body = body.ljust(total - 8, b" ")
+    if len(body) > MAX_HEADER_BYTES:
+        raise FormatError(
+            f"The table of {len(placed):,} tensors takes {len(body):,} bytes; a part holds at most "
+            f"{MAX_HEADER_BYTES:,}.",
+            hint="Split the state over several items.",
+        )
+    entries = [StoredTensor(k, d, s, total + a, total + b) for k, d, s, a, b in placed]
+    return len(body).to_bytes(8, "little") + body, entries
+
+
+def parse_header_length(first: bytes, *, size_bytes: int, where: str) -> int:
+    """Return the length of the JSON header from a file's first 8 bytes.
+
+    Raises:
+        FormatError: Not a safetensors file, or a header larger than is read.
+    """
+    length = int.from_bytes(first[:8], "little")
+    if len(first) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size_bytes - 8):
+        raise FormatError(
+            f"{where} is not a safetensors file, or its header is larger than "
+            f"{MAX_HEADER_BYTES:,} bytes.",
+            path=where,
+        )
+    return length
+
+
+def parse_header(header: bytes, *, size_bytes: int, where: str) -> dict[str, StoredTensor]:
+    """Parse the JSON header of a part.
+
+    Args:
+        header: The header without the length field.
+        size_bytes: Size of the whole file.
+        where: Name of the file, for messages.
+
+    Returns:
+        Entries by key; they tile the data region exactly.
+
+    Raises:
+        FormatError: Anything else.
+    """
+    table = canonical.load(header, where=f"the header of {where}", max_bytes=MAX_HEADER_BYTES)
+    if not isinstance(table, dict):
+        raise FormatError(f"The header of {where} is not a table.", path=where)
+    table.pop("__metadata__", None)
+    base = 8 + len(header)
+    entries = {key: _entry(key, value, base, where) for key, value in table.items()}
+    position = base
+    for entry in sorted(entries.values(), key=lambda e: (e.start, e.stop)):
+        if entry.start != position:
+            raise FormatError(
+                f"The header of {where} leaves a gap or an overlap before {entry.key[:80]!r}.",
+                path=where,
+            )
+        position = entry.stop
+    if position != size_bytes:
+        raise FormatError(
+            f"The header of {where} describes {position:,} bytes; the file has {size_bytes:,}.",
+            path=where,
+        )
+    return entries
+
+
+def _entry(key: str, value: object, base: int, where: str) -> StoredTensor:
+    def refuse(reason: str) -> FormatError:
+        return FormatError(f"{where}: tensor {key[:80]!r} {reason}.", path=where, tensor=key)
+
+    if len(key) > MAX_NAME_CHARS:
+        raise refuse("has a name that is too long")
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise refuse("has a malformed entry")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    item_bytes = ITEM_SIZES.get(dtype) if isinstance(dtype, str) else None
+    if item_bytes is None:
+        raise refuse(f"has an unknown dtype {str(dtype)[:20]!r}")
+    if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_is_size, shape)):
+        raise refuse("has a malformed shape")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise refuse("has malformed offsets")
+    start, stop = offsets
+    if stop - start != math.prod(shape) * item_bytes:
+        raise refuse("has a size that does not match its shape")
+    return StoredTensor(key, dtype, tuple(shape), base + start, base + stop)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63

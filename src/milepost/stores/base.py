@@ -1,0 +1,144 @@
+"""Bytes by key: what a place must be able to do.
+
+A store is a flat map from keys (relative paths with ``/``) to bytes. Small records go through
+``put_new`` / ``put`` / ``get``; parts go through a writer and a reader that move blocks.
+
+Contract, for every store:
+
+- ``put_new`` is exclusive: of two callers with one key exactly one succeeds, and after it returns
+  the bytes survive a power cut. A reader sees all of them or none.
+- ``put`` replaces in one step: a reader sees the old bytes or the new, never a mixture.
+- ``Writer.close`` returns after the bytes are durable. The key's *name* is durable after
+  ``sync_folder`` on its folder.
+- ``delete`` of a missing key is no error.
+- Errors are of the typed tree; a refused access is never reported as a missing key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+__all__ = ["Entry", "Reader", "Store", "Traits", "Writer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of a listing.
+
+    Attributes:
+        key: The key.
+        size_bytes: Size of its bytes.
+        modified_s: Seconds since 1970 by the store's own clock.
+    """
+
+    key: str
+    size_bytes: int
+    modified_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a place can do.
+
+    Attributes:
+        is_local: Whether keys are files that other programs can open; see ``Store.local_path``.
+        exclusive_create: Whether ``put_new`` is exclusive among processes.
+        hard_links: Whether ``link`` shares bytes instead of copying them.
+        symlinks: Whether ``point`` makes a link that people can follow.
+    """
+
+    is_local: bool
+    exclusive_create: bool
+    hard_links: bool
+    symlinks: bool
+
+
+class Writer(Protocol):
+    """Writes one new key block by block. Used by several threads at once."""
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write ``data`` at ``offset``.
+
+        All offsets are multiples of ``digest.BLOCK_BYTES`` and all lengths but the last are too.
+        ``data`` is page aligned in memory, and readable up to the next page border.
+        """
+
+    def close(self) -> None:
+        """Make the bytes durable and the key visible under its name."""
+
+    def abort(self) -> None:
+        """Drop what was written. Never raises; safe to call twice and after ``close``."""
+
+
+class Reader(Protocol):
+    """Reads ranges of one key. Used by several threads at once."""
+
+    size_bytes: int
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset`` on.
+
+        Offsets are multiples of ``digest.BLOCK_BYTES``. The buffer is page aligned in memory.
+
+        Raises:
+            DamagedError: The key ends too early.
+        """
+
+    def close(self) -> None:
+        """Release the file or connection."""
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A place for runs. See the module's contract."""
+
+    url: str
+    traits: Traits
+
+    def put_new(self, key: str, data: bytes) -> None:
+        """Create ``key`` with ``data``, durably, or raise ``ExistsError``."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace ``key`` in one durable step."""
+
+    def get(self, key: str, *, max_bytes: int = 256 * 1024 * 1024) -> bytes:
+        """Return the bytes of ``key``. Raises ``MissingError``; ``FormatError`` if it is larger."""
+
+    def head(self, key: str) -> Entry:
+        """Return the entry of ``key`` or raise ``MissingError``."""
+
+    def list(self, folder: str = "") -> Iterator[Entry]:
+        """Yield every key below a folder at any depth, in the order of the keys.
+
+        ``"ep1"`` yields ``ep1/a`` and never ``ep10/a``. A missing folder yields nothing. Temporary
+        files of the store itself are left out.
+        """
+
+    def folders(self, folder: str = "") -> list[str]:
+        """Return the names directly below a folder that have keys below them, sorted."""
+
+    def delete(self, key: str) -> None:
+        """Remove ``key``; on a file system also its folder once that is empty."""
+
+    def rename(self, key: str, new_key: str) -> None:
+        """Move ``key`` to ``new_key``, which must not exist, in one durable step if the store can."""
+
+    def link(self, key: str, new_key: str) -> None:
+        """Give the bytes of ``key`` a second key, sharing them if the store can, else copying."""
+
+    def point(self, key: str, target: str) -> None:
+        """Make ``key`` name ``target`` for people: a symlink, or a text with the target's name."""
+
+    def create_writer(self, key: str, size_bytes: int) -> Writer:
+        """Begin to write a new key of a known size. Raises ``ExistsError`` if it is there."""
+
+    def open_reader(self, key: str) -> Reader:
+        """Open a key for reading. Raises ``MissingError``."""
+
+    def sync_folder(self, folder: str) -> None:
+        """Make the names in a folder, and of the folder itself, durable."""
+
+    def local_path(self, key: str) -> str | None:
+        """Return the file of a key if this store keeps files, else ``None``."""
