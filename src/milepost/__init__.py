@@ -1,0 +1,135 @@
+"""Checkpoints for PyTorch training: safe, fast, and resumed bit for bit.
+
+The names below are loaded when they are first used, so that ``import milepost`` stays light: it
+loads no torch, starts no thread and installs no signal handler.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint, Run, open_run
+    from .checkpointer import Checkpointer, Value
+    from .engine.pending import PendingSave
+    from .errors import (
+        AccessError,
+        CheckpointError,
+        DamagedError,
+        DeadlineError,
+        DuplicateNameError,
+        ExistsError,
+        FencedError,
+        FormatError,
+        IncompleteError,
+        MismatchError,
+        MissingError,
+        NewerFormatError,
+        NonFiniteLossError,
+        NoSpaceError,
+        Preempted,
+        SaveFailedError,
+        StorageError,
+        UnsupportedStateError,
+        UsageError,
+    )
+    from .format.tree import register_codec
+    from .progress.time import Time, TimeUnit
+    from .progress.timer import Timer
+    from .runs.keep import KeepAll, KeepBest, KeepEvery, KeepLast, KeepWithin
+    from .state.report import LoadReport
+    from .stores import open_store
+    from .train import (
+        Algorithm,
+        Callback,
+        DataSpec,
+        Evaluator,
+        Event,
+        Precision,
+        State,
+        Trainer,
+    )
+
+__all__ = [
+    "AccessError",
+    "Algorithm",
+    "Callback",
+    "Checkpoint",
+    "CheckpointError",
+    "Checkpointer",
+    "DamagedError",
+    "DataSpec",
+    "DeadlineError",
+    "DuplicateNameError",
+    "Evaluator",
+    "Event",
+    "ExistsError",
+    "FencedError",
+    "FormatError",
+    "IncompleteError",
+    "KeepAll",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepWithin",
+    "LoadReport",
+    "MismatchError",
+    "MissingError",
+    "NewerFormatError",
+    "NoSpaceError",
+    "NonFiniteLossError",
+    "PendingSave",
+    "Precision",
+    "Preempted",
+    "Run",
+    "SaveFailedError",
+    "State",
+    "StorageError",
+    "Time",
+    "TimeUnit",
+    "Timer",
+    "Trainer",
+    "UnsupportedStateError",
+    "UsageError",
+    "Value",
+    "__version__",
+    "open_run",
+    "open_store",
+    "register_codec",
+]
+
+_NAMES_OF_MODULES = {
+    "checkpoint": "Checkpoint Run open_run",
+    "checkpointer": "Checkpointer Value",
+    "engine.pending": "PendingSave",
+    "errors": "AccessError CheckpointError DamagedError DeadlineError DuplicateNameError "
+    "ExistsError FencedError FormatError IncompleteError MismatchError MissingError "
+    "NewerFormatError NoSpaceError NonFiniteLossError Preempted SaveFailedError StorageError "
+    "UnsupportedStateError UsageError",
+    "format.tree": "register_codec",
+    "progress.time": "Time TimeUnit",
+    "progress.timer": "Timer",
+    "runs.keep": "KeepAll KeepBest KeepEvery KeepLast KeepWithin",
+    "state.report": "LoadReport",
+    "stores": "open_store",
+    "train": "Algorithm Callback DataSpec Evaluator Event Precision State Trainer",
+}
+_MODULE_OF_NAME = {
+    name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF_NAME.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value  # so that the next use costs a plain lookup
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
