@@ -22,6 +22,9 @@ from typing import Protocol, runtime_checkable
 
 __all__ = ["Entry", "Reader", "Store", "Traits", "Writer"]
 
+Names = list[str]
+"""Folder names. Inside a class with a method called ``list`` the type needs another name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -116,14 +119,14 @@ class Store(Protocol):
         files of the store itself are left out.
         """
 
-    def folders(self, folder: str = "") -> list[str]:
+    def folders(self, folder: str = "") -> Names:
         """Return the names directly below a folder that have keys below them, sorted."""
 
     def delete(self, key: str) -> None:
         """Remove ``key``; on a file system also its folder once that is empty."""
 
     def rename(self, key: str, new_key: str) -> None:
-        """Move ``key`` to ``new_key``, which must not exist, in one durable step if the store can."""
+        """Move ``key`` to ``new_key``, which must not exist: one durable step if it can be."""
 
     def link(self, key: str, new_key: str) -> None:
         """Give the bytes of ``key`` a second key, sharing them if the store can, else copying."""

@@ -1,0 +1,429 @@
+"""A store in a folder of a POSIX file system.
+
+What makes it durable, in this order: the bytes are written to a hidden temporary file and synced,
+the file gets its name, the folder is synced (and the folders above it as far as they are new).
+What makes ``put_new`` exclusive: the name is given by ``link``, which never replaces. Where hard
+links are refused it is given by a rename that never replaces, and where that is refused too, the
+file is created exclusively under its final name and written there: still exclusive, but a reader
+may then see it half written, which the seal of every record tells.
+
+Names of parts (``create_writer``, ``link``) are durable after ``sync_folder``.
+
+Symbolic links are neither listed nor followed; the folder of the store itself may be one.
+"""
+
+# System calls on plain strings, so that each one is seen where it happens.
+# ruff: noqa: PTH102, PTH105, PTH106, PTH108, PTH112, PTH120, PTH211
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+from ..errors import CheckpointError, ExistsError, FormatError, MissingError, storage_error
+from ..format.layout import check_key
+from . import posix
+from .base import Entry, Names, Traits
+from .blocks import LocalReader, LocalWriter
+
+__all__ = ["LocalStore"]
+
+Entries = list[tuple[str, os.DirEntry[str]]]
+
+_MAKE_TRIES = 8
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
+
+
+@final
+class LocalStore:
+    """Keeps each key as a file below one folder.
+
+    Args:
+        folder: The folder. It is created by the first write.
+        direct: Whether blocks bypass the page cache where the file system allows it.
+
+    Attributes:
+        leftovers: Temporary files that could not be removed, with the reason; see
+            ``sweep_temporary``.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, direct: bool = True) -> None:
+        self._root = str(Path(folder).expanduser().absolute())
+        self.url = f"file://{self._root}"
+        self.traits = Traits(is_local=True, exclusive_create=True, hard_links=True, symlinks=True)
+        self.leftovers: list[tuple[str, OSError]] = []
+        self._direct = direct
+        self._is_root_synced = False
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self._root!r})"
+
+    def put_new(self, key: str, data: bytes) -> None:
+        """Create ``key`` with ``data``, durably, or raise ``ExistsError``."""
+        path = self._path(key)
+        with _typed("create", path):
+            made, temp = self._write_temporary(path, data)
+            try:
+                self._name_new(temp, path)
+            finally:
+                self._discard(temp)
+        self._sync_made(path, made)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace ``key`` in one durable step."""
+        path = self._path(key)
+        with _typed("write", path):
+            made, temp = self._write_temporary(path, data)
+            try:
+                os.replace(temp, path)
+            except OSError:
+                self._discard(temp)
+                raise
+        self._sync_made(path, made)
+
+    def get(self, key: str, *, max_bytes: int = 256 * 1024 * 1024) -> bytes:
+        """Return the bytes of ``key``."""
+        path = self._path(key)
+        with _typed("read", path, key=key):
+            fd = posix.open_file(path)
+            try:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise MissingError(f"{key} is not a file.", path=path)
+                if status.st_size > max_bytes:
+                    raise FormatError(
+                        f"{key} holds {status.st_size:,} bytes; at most {max_bytes:,} are read.",
+                        path=path,
+                    )
+                chunks = []
+                while chunk := os.read(fd, max(status.st_size, 4096)):
+                    chunks.append(chunk)
+                return b"".join(chunks)
+            finally:
+                os.close(fd)
+
+    def head(self, key: str) -> Entry:
+        """Return the entry of ``key`` or raise ``MissingError``."""
+        path = self._path(key)
+        with _typed("look at", path, key=key):
+            status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise MissingError(f"{key} is not a file.", path=path)
+        return Entry(key, status.st_size, status.st_mtime)
+
+    def list(self, folder: str = "") -> Iterator[Entry]:
+        """Yield every key below a folder in the order of the keys.
+
+        Files whose names could not be keys are not ours and are left out.
+        """
+        for name, entry in self._scan(folder):
+            key = f"{folder}/{name}" if folder else name
+            if entry.is_dir(follow_symlinks=False):
+                yield from self.list(key)
+            elif entry.is_file(follow_symlinks=False):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # deleted since the folder was read
+                except OSError as error:
+                    raise storage_error(error, operation="look at", path=entry.path) from error
+                yield Entry(key, status.st_size, status.st_mtime)
+
+    def folders(self, folder: str = "") -> Names:
+        """Return the names directly below a folder that have keys below them, sorted."""
+        names = []
+        for name, entry in self._scan(folder):
+            if entry.is_dir(follow_symlinks=False):
+                below = self.list(f"{folder}/{name}" if folder else name)
+                if next(below, None) is not None:
+                    names.append(name)
+        return sorted(names)
+
+    def delete(self, key: str) -> None:
+        """Remove ``key``, and the folders above it that became empty."""
+        path = self._path(key)
+        with _typed("delete", path):
+            try:
+                os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        self._remove_empty(os.path.dirname(path))
+
+    def rename(self, key: str, new_key: str) -> None:
+        """Move ``key`` to ``new_key``, which must not exist, durably.
+
+        One step where the system has a rename that never replaces. Elsewhere a second name is
+        given first and the old one removed then, so that a stop in between leaves both.
+        """
+        path, new_path = self._path(key), self._path(new_key)
+        with _typed("rename", path, key=key):
+            made = self._make_folder(new_path)
+            if not posix.rename_new(path, new_path):
+                os.link(path, new_path, follow_symlinks=False)
+                os.unlink(path)
+        self._sync_made(new_path, made)
+        if os.path.dirname(path) != os.path.dirname(new_path):
+            self._sync(os.path.dirname(path))
+            self._remove_empty(os.path.dirname(path))
+
+    def link(self, key: str, new_key: str) -> None:
+        """Give the bytes of ``key`` a second name, or copy them where hard links are refused."""
+        path, new_path = self._path(key), self._path(new_key)
+        self.head(key)
+        with _typed("link", new_path):
+            self._make_folder(new_path)
+            try:
+                os.link(path, new_path, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in posix.LINK_REFUSED:
+                    raise
+                posix.copy_new(path, new_path)
+
+    def point(self, key: str, target: str) -> None:
+        """Make ``key`` a symlink to ``target``, or a text with its name where links are refused."""
+        path = self._path(key)
+        with _typed("point", path):
+            made = self._make_folder(path)
+            temp = f"{os.path.dirname(path)}/{posix.temporary_name()}"
+            try:
+                os.symlink(target, temp)
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    raise
+                self.put(key, f"{target}\n".encode())
+                return
+            try:
+                os.replace(temp, path)
+            except OSError:
+                self._discard(temp)
+                raise
+        self._sync_made(path, made)
+
+    def create_writer(self, key: str, size_bytes: int) -> LocalWriter:
+        """Begin to write a new key of a known size."""
+        path = self._path(key)
+        tries = 0
+        while True:
+            with _typed("create", path):
+                self._make_folder(path)
+            try:
+                return LocalWriter(
+                    path, size_bytes, direct=self._direct, on_refused=self._stop_direct
+                )
+            except MissingError:  # another process removed the folder while it was empty
+                tries += 1
+                if tries == _MAKE_TRIES:
+                    raise
+
+    def open_reader(self, key: str) -> LocalReader:
+        """Open a key for reading."""
+        return LocalReader(
+            self._path(key), key=key, direct=self._direct, on_refused=self._stop_direct
+        )
+
+    def sync_folder(self, folder: str) -> None:
+        """Make the names in a folder, and of the folder itself and those above it, durable."""
+        path = self._path(folder) if folder else self._root
+        while True:
+            self._sync(path)
+            if path == self._root:
+                break
+            path = os.path.dirname(path)
+        self._sync_root()
+
+    def local_path(self, key: str) -> str | None:
+        """Return the file of a key."""
+        return self._path(key)
+
+    def sweep_temporary(self, max_age_s: float) -> Names:
+        """Remove temporary files that writers left behind when they were stopped.
+
+        Args:
+            max_age_s: Younger ones may still be in use and stay. Ages are taken by the clock of
+                the file system.
+
+        Returns:
+            The paths that were removed, relative to the store's folder.
+        """
+        found = list(self._temporary_files(self._root))
+        if not found:
+            return []
+        now_s = self._clock_s()
+        removed = []
+        for path, modified_s in found:
+            if now_s - modified_s >= max_age_s and self._discard(path):
+                removed.append(os.path.relpath(path, self._root))
+        return removed
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key, where=self.url)}"
+
+    def _stop_direct(self) -> None:
+        self._direct = False
+
+    def _scan(self, folder: str) -> Entries:
+        """Return the entries of a folder in the order of the keys below them."""
+        path = self._path(folder) if folder else self._root
+        try:
+            with os.scandir(path) as entries:
+                known = [(entry.name, entry) for entry in entries if _is_key_part(entry.name)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise storage_error(error, operation="list", path=path) from error
+        return sorted(known, key=lambda pair: pair[0] + "/" * _is_folder(pair[1]))
+
+    def _temporary_files(self, path: str) -> Iterator[tuple[str, float]]:
+        try:
+            with os.scandir(path) as entries:
+                known = list(entries)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error(error, operation="list", path=path) from error
+        for entry in known:
+            if _is_folder(entry):
+                yield from self._temporary_files(entry.path)
+            elif entry.name.startswith(posix.TEMPORARY_PREFIX):
+                try:
+                    yield entry.path, entry.stat(follow_symlinks=False).st_mtime
+                except FileNotFoundError:
+                    continue  # its writer finished
+
+    def _clock_s(self) -> float:
+        path = f"{self._root}/{posix.temporary_name()}"
+        with _typed("create", path):
+            fd = posix.create_file(path)
+            try:
+                return os.fstat(fd).st_mtime
+            finally:
+                os.close(fd)
+                self._discard(path)
+
+    def _make_folder(self, path: str) -> Names:
+        """Create the folders above a file. Return those that were new, the deepest last."""
+        made: Names = []
+        missing, folder = [], os.path.dirname(path)
+        while not os.path.isdir(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for folder in reversed(missing):
+            try:
+                os.mkdir(folder)
+            except FileExistsError as error:
+                if not os.path.isdir(folder):
+                    raise ExistsError(f"A file is in the way at {folder}.", path=folder) from error
+            except NotADirectoryError as error:
+                raise ExistsError(f"A file is in the way of {folder}.", path=folder) from error
+            # Whoever made it may not have synced its name yet: do not rely on them.
+            made.append(folder)
+        return made
+
+    def _write_temporary(self, path: str, data: bytes) -> tuple[Names, str]:
+        """Write and sync a temporary file beside ``path``; return new folders and its path."""
+        for _ in range(_MAKE_TRIES - 1):
+            made = self._make_folder(path)
+            temp = f"{os.path.dirname(path)}/{posix.temporary_name()}"
+            try:
+                fd = posix.create_file(temp)
+                break
+            except FileNotFoundError:
+                continue  # another process removed the folder while it was empty
+        else:
+            made = self._make_folder(path)
+            temp = f"{os.path.dirname(path)}/{posix.temporary_name()}"
+            fd = posix.create_file(temp)
+        try:
+            try:
+                posix.write_all(fd, data)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except BaseException:
+            self._discard(temp)
+            raise
+        return made, temp
+
+    def _name_new(self, temp: str, path: str) -> None:
+        try:
+            posix.link_new(temp, path)
+        except OSError as error:
+            if error.errno not in posix.LINK_REFUSED:
+                raise
+            if not posix.rename_new(temp, path):
+                posix.copy_new(temp, path)
+
+    def _discard(self, path: str) -> bool:
+        """Remove a temporary file; record it if that fails. Return whether it is gone."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            self.leftovers.append((path, error))
+            return False
+        return True
+
+    def _remove_empty(self, folder: str) -> None:
+        while folder != self._root and folder.startswith(self._root):
+            try:
+                os.rmdir(folder)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                    return
+                if error.errno != errno.ENOENT:
+                    raise storage_error(error, operation="remove", path=folder) from error
+            folder = os.path.dirname(folder)
+
+    def _sync_made(self, path: str, made: Names) -> None:
+        self._sync(os.path.dirname(path))
+        for folder in reversed(made):
+            self._sync(os.path.dirname(folder))
+        self._sync_root()
+
+    def _sync(self, folder: str) -> None:
+        with _typed("fsync", folder):
+            posix.sync_folder(folder)
+
+    def _sync_root(self) -> None:
+        """Make the name of the store's own folder durable, once."""
+        if self._is_root_synced:
+            return
+        parent = os.path.dirname(self._root)
+        # A parent that we may pass through but not read cannot be opened for syncing, and we did
+        # not create our folder in it either.
+        if os.access(parent, os.R_OK):
+            self._sync(parent)
+        self._is_root_synced = True
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False)
+
+
+def _is_key_part(name: str) -> bool:
+    if name.startswith(posix.TEMPORARY_PREFIX):
+        return False
+    try:
+        check_key(name, where="a folder")
+    except FormatError:
+        return False
+    return True
+
+
+@contextmanager
+def _typed(operation: str, path: str, *, key: str | None = None) -> Iterator[None]:
+    """Turn the errors of system calls into typed ones; with a key, a missing file is that key."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if key is not None and error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise MissingError(f"There is no {key} in the store.", path=path) from error
+        raise storage_error(error, operation=operation, path=path) from error
