@@ -76,6 +76,15 @@ class CheckpointError(Exception):
         self.hint = hint
         self.facts: Mapping[str, Any] = facts
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An OSError keeps errno and filename outside of __dict__, and its own __reduce__ drops
+        # them; errors travel between ranks whole.
+        state = dict(self.__dict__)
+        if isinstance(self, OSError):
+            for name in ("errno", "strerror", "filename"):
+                state[name] = getattr(self, name)
+        return _rebuild, (type(self), self.what, self.safe, self.hint), state
+
     def __str__(self) -> str:
         return " ".join(part for part in (self.what, self.safe, self.hint) if part)
 
@@ -186,7 +195,7 @@ class SaveFailedError(CheckpointError):
     kind = "save_failed"
 
 
-class Preempted(SystemExit):  # noqa: N818 - an exit, not an error
+class Preempted(SystemExit):
     """The process was asked to end, and the state is safe.
 
     A ``SystemExit`` with code ``128 + signal number``: 143 after SIGTERM, 138 after SIGUSR1.
@@ -202,6 +211,13 @@ class Preempted(SystemExit):  # noqa: N818 - an exit, not an error
         super().__init__(128 + signal_number)
         self.signal_number = signal_number
         self.checkpoint = checkpoint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.signal_number, self.checkpoint)
+
+
+def _rebuild(cls: type[CheckpointError], what: str, safe: str, hint: str) -> CheckpointError:
+    return cls(what, safe=safe, hint=hint)
 
 
 _NO_SPACE = frozenset({_errno.ENOSPC, _errno.EDQUOT, _errno.EFBIG})

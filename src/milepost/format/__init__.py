@@ -1,0 +1,1 @@
+"""What is on disk, as pure data. No I/O, no clock, no torch."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,7 +48,8 @@ def load(data: bytes, *, where: str, max_bytes: int = MAX_JSON_BYTES) -> Any:
         max_bytes: Refuse longer input without parsing it.
 
     Raises:
-        FormatError: Too long, too deep, not UTF-8, not JSON, a duplicate key, or a NaN.
+        FormatError: Too long, too deep, not UTF-8, not JSON, a duplicate key, or a number that
+            is not finite.
     """
     if len(data) > max_bytes:
         raise FormatError(
@@ -55,7 +57,13 @@ def load(data: bytes, *, where: str, max_bytes: int = MAX_JSON_BYTES) -> Any:
             path=where,
         )
     try:
-        return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse)
+        # Decoded here: json.loads would also take UTF-16, UTF-32 and lone surrogates.
+        return json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse,
+            parse_float=_finite,
+        )
     except RecursionError as error:
         raise FormatError(f"{where} nests its JSON too deeply.", path=where) from error
     except ValueError as error:
@@ -106,3 +114,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:80]} is too large for a number")
+    return value

@@ -35,9 +35,7 @@ def block_count(size_bytes: int) -> int:
 def block_crcs(data: Buffer) -> list[int]:
     """Return the CRC32C of each block of a file held in memory."""
     view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
-    return [
-        crc32c(view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES)
-    ]
+    return [crc32c(view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES)]
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:

@@ -32,6 +32,7 @@ PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 MAX_RANK = 64
 MAX_NAME_CHARS = 4096
+_METADATA = "__metadata__"
 
 ITEM_SIZES: Mapping[str, int] = {
     "BOOL": 1,
@@ -94,12 +95,22 @@ def encode_header(
     Returns:
         The length field with the header, padded to a whole number of pages, and one entry a tensor
         in the given order.
+
+    Raises:
+        FormatError: A name that stands twice, is reserved or is too long, or too many tensors.
     """
     header: dict[str, object] = {}
     if metadata:
-        header["__metadata__"] = dict(metadata)
+        header[_METADATA] = dict(metadata)
     placed, position = [], 0
     for key, dtype, shape, num_bytes in tensors:
+        if key in header or key == _METADATA or len(key) > MAX_NAME_CHARS:
+            raise FormatError(
+                f"A tensor cannot be stored under the name {key[:80]!r}: the name stands twice, is "
+                f"reserved, or is longer than {MAX_NAME_CHARS:,} characters.",
+                hint="Give it another name.",
+                tensor=key,
+            )
         header[key] = {
             "dtype": dtype,
             "shape": list(shape),
@@ -153,7 +164,7 @@ def parse_header(header: bytes, *, size_bytes: int, where: str) -> dict[str, Sto
     table = canonical.load(header, where=f"the header of {where}", max_bytes=MAX_HEADER_BYTES)
     if not isinstance(table, dict):
         raise FormatError(f"The header of {where} is not a table.", path=where)
-    table.pop("__metadata__", None)
+    table.pop(_METADATA, None)
     base = 8 + len(header)
     entries = {key: _entry(key, value, base, where) for key, value in table.items()}
     position = base

@@ -57,14 +57,12 @@ DELETED = "deleted.json"
 DIAGNOSTIC_FOLDERS = ("nan", "failed")
 """Folders of checkpoints kept for a look at what went wrong: never the newest, never pruned."""
 
-_RESERVED = frozenset(
-    {RUN, SESSIONS, PINS, LATEST, "events", "validations", *DIAGNOSTIC_FOLDERS}
-)
+_RESERVED = frozenset({RUN, SESSIONS, PINS, LATEST, "events", "validations", *DIAGNOSTIC_FOLDERS})
 _NAME = re.compile(r"[A-Za-z0-9_+=@,~][A-Za-z0-9._+=@,~-]*")
 _MAX_NAME_BYTES = 128
 _MAX_KEY_BYTES = 1024
 _KEY_PART = re.compile(r"[A-Za-z0-9._+=@,~-]+")
-_SESSION = re.compile(r"(\d{8,})\.json")
+_SESSION = re.compile(r"([0-9]{8,})\.json")
 
 
 def check_name(name: str) -> str:
@@ -103,7 +101,7 @@ def safe_name(text: str) -> str:
     if name in _RESERVED:
         name = "_" + name
     if len(name) > _MAX_NAME_BYTES:
-        tail = hashlib.sha256(text.encode()).hexdigest()[:8]
+        tail = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
         name = f"{name[: _MAX_NAME_BYTES - 9]}~{tail}"
     return name
 

@@ -9,6 +9,7 @@ Fields that this version does not know are kept through a read and a write.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -25,6 +26,7 @@ FORMAT_VERSION = 1
 _MAX_MANIFEST_BYTES = 32 * 1024 * 1024
 _MAX_FILES = 1_000_000
 _MAX_FILE_BYTES = 2**60
+_CRCS = re.compile(r"(?:[0-9a-f]{8})*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +71,17 @@ class FileEntry:
         try:
             path = check_key(entry["path"], where=where)
             size, text, linked = entry["size"], entry["crc32c"], entry.get("linked_from")
-            crcs = tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            if isinstance(error, FormatError):
-                raise
+            if not _CRCS.fullmatch(text):
+                raise FormatError(f"{where} lists malformed checksums for {path}.", path=where)
+        except (TypeError, KeyError, AttributeError) as error:
             raise FormatError(f"{where} lists a malformed file entry.", path=where) from error
+        crcs = tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
         if type(size) is not int or not 0 <= size <= _MAX_FILE_BYTES:
             raise FormatError(f"{where} gives {path} an impossible size.", path=where)
-        if len(crcs) != block_count(size) or len(text) != 8 * len(crcs):
+        if len(crcs) != block_count(size):
             raise FormatError(f"{where} has the wrong number of checksums for {path}.", path=where)
-        if linked is not None and not isinstance(linked, str):
-            raise FormatError(f"{where} lists a malformed file entry.", path=where)
+        if linked is not None:
+            check_key(linked, where=where)
         return cls(path, size, crcs, linked)
 
 
@@ -236,6 +238,9 @@ def _read_fields(known: dict[str, Any], where: str) -> dict[str, Any]:
             raise FormatError(f"{where}: the field {name} is of the wrong kind.", path=where)
     if len(known.get("files", ())) > _MAX_FILES:
         raise FormatError(f"{where} lists more than {_MAX_FILES:,} files.", path=where)
+    for name in ("name", "parent"):  # become folder names: never a way out of the run
+        if known.get(name) is not None:
+            check_key(known[name], where=where)
     known["files"] = tuple(FileEntry.from_json(e, where=where) for e in known["files"])
     for name in ("items", "notes"):
         if not all(isinstance(text, str) for text in known.get(name, ())):
@@ -243,5 +248,7 @@ def _read_fields(known: dict[str, Any], where: str) -> dict[str, Any]:
         known[name] = tuple(known.get(name, ()))
     for name in ("time", "metrics", "software", "stats"):
         known[name] = tree.decode(known.get(name, {}))
+        if type(known[name]) is not dict:  # a tag that stands for something else
+            raise FormatError(f"{where}: the field {name} is of the wrong kind.", path=where)
     known.pop("extra", None)
     return known

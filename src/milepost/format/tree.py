@@ -31,8 +31,8 @@ from __future__ import annotations
 import base64
 import binascii
 import datetime
+import json
 import math
-import re
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -42,6 +42,7 @@ from pathlib import PurePath
 from typing import Any, TypeVar
 
 from ..errors import FormatError, UnsupportedStateError, UsageError
+from .arrays import decode_array, encode_array, is_numpy
 
 __all__ = ["MAX_DEPTH", "Resolver", "Sink", "decode", "encode", "path_text", "register_codec"]
 
@@ -50,7 +51,8 @@ MAX_DEPTH = 100
 
 Path = tuple[Any, ...]
 Sink = Callable[[Path, Any], Any]
-"""``sink(path, value)`` returns the tag object to write, or ``None`` if it does not know the value."""
+"""``sink(path, value)`` returns the tag object to write, or ``None`` if it does not know the
+value."""
 Resolver = Callable[[Mapping[str, Any]], Any]
 """``resolver(tag object)`` returns the value for a tag that the sink made; raises ``KeyError`` if
 it does not know the tag."""
@@ -102,27 +104,7 @@ def encode(value: Any, *, sink: Sink | None = None, path: Path = ()) -> Any:
     Raises:
         UnsupportedStateError: A value has no form. Nothing has been written then.
     """
-    if len(path) > MAX_DEPTH:
-        raise UnsupportedStateError(
-            f"{path_text(path[:6])}... nests deeper than {MAX_DEPTH} levels, or holds itself.",
-            path=path_text(path),
-        )
-    kind = type(value)
-    if value is None or kind is bool or kind is str or kind is int:
-        return value
-    if kind is float:
-        return _float(value)
-    if kind is list:
-        return [encode(v, sink=sink, path=(*path, i)) for i, v in enumerate(value)]
-    if kind is dict:
-        if all(type(key) is str for key in value) and "$" not in value:
-            return {k: encode(v, sink=sink, path=(*path, k)) for k, v in value.items()}
-        return {"$": "dict", "items": _items(value, sink, path)}
-    if sink is not None:
-        tag = sink(path, value)
-        if tag is not None:
-            return tag
-    return _encode_rare(value, sink, path)
+    return _encode(value, sink, path, 0)
 
 
 def decode(value: Any, *, resolver: Resolver | None = None) -> Any:
@@ -134,83 +116,94 @@ def decode(value: Any, *, resolver: Resolver | None = None) -> Any:
     return _decode(value, resolver, 0)
 
 
+def _encode(value: Any, sink: Sink | None, path: Path, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise UnsupportedStateError(
+            f"{path_text(path[:6])}... nests deeper than {MAX_DEPTH} levels, or holds itself.",
+            hint="Store a flatter value.",
+            path=path_text(path),
+        )
+    kind = type(value)
+    if value is None or kind is bool or kind is str or kind is int:
+        return value
+    if kind is float:
+        return _float(value)
+    if kind is list:
+        return [_encode(v, sink, (*path, i), depth + 1) for i, v in enumerate(value)]
+    if kind is dict:
+        if all(type(key) is str for key in value) and "$" not in value:
+            return {k: _encode(v, sink, (*path, k), depth + 1) for k, v in value.items()}
+        return {"$": "dict", "items": _items(value, sink, path, depth)}
+    if sink is not None:
+        tag = sink(path, value)
+        if tag is not None:
+            return tag
+    return _encode_rare(value, sink, path, depth)
+
+
 def _float(value: float) -> Any:
     if math.isfinite(value):
         return value
     return {"$": "float", "bits": struct.pack(">d", value).hex()}
 
 
-def _items(value: Mapping[Any, Any], sink: Sink | None, path: Path) -> list[list[Any]]:
+def _items(value: Mapping[Any, Any], sink: Sink | None, path: Path, depth: int) -> list[list[Any]]:
     return [
-        [encode(k, sink=None, path=(*path, k)), encode(v, sink=sink, path=(*path, k))]
+        [_encode(k, None, (*path, k), depth + 1), _encode(v, sink, (*path, k), depth + 1)]
         for k, v in value.items()
     ]
 
 
-def _encode_rare(value: Any, sink: Sink | None, path: Path) -> Any:
+def _encode_rare(value: Any, sink: Sink | None, path: Path, depth: int) -> Any:
     kind = type(value)
-
-    def listed(values: Any) -> list[Any]:
-        return [encode(v, sink=sink, path=(*path, i)) for i, v in enumerate(values)]
-
-    if kind is tuple:
-        return {"$": "tuple", "v": listed(value)}
-    if kind is OrderedDict:
-        return {"$": "ordered_dict", "items": _items(value, sink, path)}
-    if kind is Counter:
-        return {"$": "counter", "items": _items(value, sink, path)}
-    if kind is set or kind is frozenset:
-        return {"$": kind.__name__, "v": listed(sorted(value, key=lambda v: (str(type(v)), v)))}
-    if kind is deque:
-        return {"$": "deque", "v": listed(value), "maxlen": value.maxlen}
-    if kind is bytes or kind is bytearray:
-        return {"$": kind.__name__, "v": base64.b64encode(value).decode("ascii")}
-    if kind is complex:
-        return {"$": "complex", "v": [_float(value.real), _float(value.imag)]}
-    if kind is datetime.datetime or kind is datetime.date:
-        return {"$": kind.__name__, "v": value.isoformat()}
-    if kind is datetime.timedelta:
-        return {"$": "timedelta", "v": [value.days, value.seconds, value.microseconds]}
-    if kind is range:
-        return {"$": "range", "v": [value.start, value.stop, value.step]}
-    if isinstance(value, PurePath):
-        return {"$": "path", "v": value.as_posix()}
     if kind in _ENCODERS:
         tag, encoder = _ENCODERS[kind]
-        return {"$": "custom", "tag": tag, "v": encode(encoder(value), sink=sink, path=path)}
-    if kind.__module__ == "numpy" or any(c.__module__ == "numpy" for c in kind.__mro__):
-        return _encode_numpy(value, path)
+        return {"$": "custom", "tag": tag, "v": _encode(encoder(value), sink, path, depth + 1)}
+    if kind in _LEAF_FORMS:
+        return {"$": kind.__name__, "v": _LEAF_FORMS[kind](value)}
+    if kind in _MAPPING_TAGS:
+        return {"$": _MAPPING_TAGS[kind], "items": _items(value, sink, path, depth)}
+    if kind in _SEQUENCES:
+        parts = [_encode(v, sink, (*path, i), depth + 1) for i, v in enumerate(value)]
+        if kind is set or kind is frozenset:
+            parts.sort(key=json.dumps)  # the same bytes in every process
+        bound = {"maxlen": value.maxlen} if kind is deque else {}
+        return {"$": kind.__name__, "v": parts, **bound}
+    if isinstance(value, PurePath):
+        return {"$": "path", "v": value.as_posix()}
+    if is_numpy(value):
+        return encode_array(value, where=path_text(path))
+    raise _unsupported(value, path)
+
+
+def _unsupported(value: Any, path: Path) -> UnsupportedStateError:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
     hint = "Give it as numbers, text, containers, arrays or tensors, or register a codec with "
     if isinstance(value, Enum):
         hint = "Store its .value, or register a codec with "
-    raise UnsupportedStateError(
-        f"{path_text(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored "
-        "without running code on load.",
+    return UnsupportedStateError(
+        f"{path_text(path)} is a {name}, which cannot be stored without running code on load.",
         hint=hint + "milepost.register_codec.",
         path=path_text(path),
-        type=f"{kind.__module__}.{kind.__qualname__}",
+        type=name,
     )
 
 
-def _encode_numpy(value: Any, path: Path) -> Any:
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or not _NUMPY_DTYPE.fullmatch(dtype.str):
-        raise UnsupportedStateError(
-            f"{path_text(path)} is a numpy value of dtype {dtype}, which cannot be stored without "
-            "running code on load.",
-            hint="Use a plain number, text or datetime dtype.",
-            path=path_text(path),
-        )
-    is_array = type(value).__name__ in ("ndarray", "memmap")
-    return {
-        "$": "numpy",
-        "dtype": dtype.str,
-        "shape": list(value.shape) if is_array else None,
-        "v": base64.b64encode(value.tobytes()).decode("ascii"),
-    }
+def _base64(value: bytes | bytearray) -> str:
+    return base64.b64encode(value).decode("ascii")
 
 
-_NUMPY_DTYPE = re.compile(r"[<>|=][biufcSU]\d{1,6}|[<>|=][mM]8(\[\d{0,6}\w{1,3}\])?")
+_LEAF_FORMS: dict[type, Callable[[Any], Any]] = {
+    bytes: _base64,
+    bytearray: _base64,
+    complex: lambda value: [_float(value.real), _float(value.imag)],
+    datetime.date: lambda value: value.isoformat(),
+    datetime.datetime: lambda value: value.isoformat(),
+    datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+    range: lambda value: [value.start, value.stop, value.step],
+}
+_MAPPING_TAGS: dict[type, str] = {OrderedDict: "ordered_dict", Counter: "counter"}
+_SEQUENCES = frozenset({tuple, set, frozenset, deque})
 
 
 def _decode(value: Any, resolver: Resolver | None, depth: int) -> Any:
@@ -222,38 +215,67 @@ def _decode(value: Any, resolver: Resolver | None, depth: int) -> Any:
         return value
     if "$" not in value:
         return {k: _decode(v, resolver, depth + 1) for k, v in value.items()}
-    tag = value["$"]
     try:
-        if tag in _CONTAINERS:
-            parts = value["items"] if "items" in value else value["v"]
-            return _CONTAINERS[tag]([_decode(v, resolver, depth + 1) for v in parts], value)
-        if tag == "custom":
-            inner = _decode(value["v"], resolver, depth + 1)
-            if value["tag"] not in _DECODERS:
-                raise FormatError(
-                    f"The state holds a value of the registered kind {value['tag']!r}.",
-                    hint="Call milepost.register_codec for it before loading.",
-                )
-            return _DECODERS[value["tag"]](inner)
-        if tag in _LEAVES:
-            return _LEAVES[tag](value)
-        if resolver is not None:
-            return resolver(value)
+        return _decode_tag(value, resolver, depth)
     except FormatError:
         raise
     except (KeyError, ValueError, TypeError, OverflowError, binascii.Error, struct.error) as error:
-        raise FormatError(f"The state holds a malformed {str(tag)[:40]!r}: {error}.") from error
+        tag = str(value["$"])[:40]
+        raise FormatError(f"The state holds a malformed {tag!r}: {error}.", tag=tag) from error
+
+
+def _decode_tag(value: Mapping[str, Any], resolver: Resolver | None, depth: int) -> Any:
+    tag = value["$"]
+    if tag in _MAPPINGS:
+        pairs = []
+        for key, part in map(_pair, _list(value["items"])):
+            pairs.append((_decode(key, None, depth + 1), _decode(part, resolver, depth + 1)))
+        return _MAPPINGS[tag](dict(pairs))
+    if tag in _CONTAINERS:
+        parts = [_decode(part, resolver, depth + 1) for part in _list(value["v"])]
+        return _CONTAINERS[tag](parts, value)
+    if tag in _LEAVES:
+        return _LEAVES[tag](value)
+    if tag == "custom":
+        return _decode_custom(value["tag"], _decode(value["v"], resolver, depth + 1))
+    if resolver is not None:
+        return resolver(value)
     raise FormatError(f"The state holds a value of an unknown kind {str(tag)[:40]!r}.")
 
 
-def _pairs(parts: list[Any]) -> list[tuple[Any, Any]]:
-    return [(key, value) for key, value in parts]
+def _decode_custom(tag: str, inner: Any) -> Any:
+    if tag not in _DECODERS:
+        raise FormatError(
+            f"The state holds a value of the registered kind {tag!r}.",
+            hint="Call milepost.register_codec for it before loading.",
+            tag=tag,
+        )
+    try:
+        return _DECODERS[tag](inner)
+    except Exception as error:
+        raise FormatError(
+            f"The codec of {tag!r} could not read its value: {type(error).__name__}: {error}.",
+            tag=tag,
+        ) from error
 
 
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("a list was expected")
+    return value
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    key, part = _list(value)
+    return key, part
+
+
+_MAPPINGS: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "dict": dict,
+    "ordered_dict": OrderedDict,
+    "counter": Counter,
+}
 _CONTAINERS: dict[str, Callable[[list[Any], Mapping[str, Any]], Any]] = {
-    "dict": lambda parts, _: dict(_pairs(parts)),
-    "ordered_dict": lambda parts, _: OrderedDict(_pairs(parts)),
-    "counter": lambda parts, _: Counter(dict(_pairs(parts))),
     "tuple": lambda parts, _: tuple(parts),
     "set": lambda parts, _: set(parts),
     "frozenset": lambda parts, _: frozenset(parts),
@@ -264,31 +286,20 @@ _CONTAINERS: dict[str, Callable[[list[Any], Mapping[str, Any]], Any]] = {
 def _read_float(value: Any) -> float:
     if isinstance(value, dict):
         return float(struct.unpack(">d", bytes.fromhex(value["bits"]))[0])
+    if type(value) not in (int, float):
+        raise TypeError("a number was expected")
     return float(value)
-
-
-def _decode_numpy(tag: Mapping[str, Any]) -> Any:
-    import numpy as np
-
-    if not _NUMPY_DTYPE.fullmatch(tag["dtype"]):
-        raise FormatError(f"The state holds a numpy value of dtype {tag['dtype']!r}.")
-    dtype = np.dtype(tag["dtype"])
-    data = base64.b64decode(tag["v"], validate=True)
-    if tag["shape"] is None:
-        (scalar,) = np.frombuffer(data, dtype)
-        return scalar
-    return np.frombuffer(data, dtype).reshape(tag["shape"]).copy()
 
 
 _LEAVES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "float": _read_float,
     "bytes": lambda tag: base64.b64decode(tag["v"], validate=True),
     "bytearray": lambda tag: bytearray(base64.b64decode(tag["v"], validate=True)),
-    "complex": lambda tag: complex(*map(_read_float, tag["v"])),
-    "numpy": _decode_numpy,
+    "complex": lambda tag: complex(*map(_read_float, _list(tag["v"]))),
+    "numpy": decode_array,
     "date": lambda tag: datetime.date.fromisoformat(tag["v"]),
     "datetime": lambda tag: datetime.datetime.fromisoformat(tag["v"]),
-    "timedelta": lambda tag: datetime.timedelta(*tag["v"]),
+    "timedelta": lambda tag: datetime.timedelta(*_list(tag["v"])),
     "path": lambda tag: FilePath(tag["v"]),
-    "range": lambda tag: range(*tag["v"]),
+    "range": lambda tag: range(*_list(tag["v"])),
 }

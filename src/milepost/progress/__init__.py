@@ -1,0 +1,1 @@
+"""How far training has come: times, timers and schedules. No torch."""

@@ -1,7 +1,7 @@
 """Time: a number with a unit of training progress.
 
-Units: ``ep`` epochs, ``ba`` batches, ``sp`` samples, ``tok`` tokens, ``dur`` a fraction of the whole
-training, ``sec`` seconds of training on the wall clock. Text forms: ``"3ep"``, ``"1e6tok"``,
+Units: ``ep`` epochs, ``ba`` batches, ``sp`` samples, ``tok`` tokens, ``dur`` a fraction of the
+whole training, ``sec`` seconds of training on the wall clock. Text forms: ``"3ep"``, ``"1e6tok"``,
 ``"1_000ba"``, ``"0.1dur"``, ``"90m"``, ``"24h"``, ``"1h30m"``, ``"1d12h"``.
 
 Nothing is ever rounded in silence: an operation whose exact result is not a whole count raises.
@@ -9,6 +9,7 @@ Nothing is ever rounded in silence: an operation whose exact result is not a who
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +27,7 @@ class TimeUnit(str, Enum):
     EPOCH = "ep"
     BATCH = "ba"
     SAMPLE = "sp"
-    TOKEN = "tok"
+    TOKEN = "tok"  # noqa: S105 - a unit, not a password
     DURATION = "dur"
     SECOND = "sec"
 
@@ -35,7 +36,9 @@ class TimeUnit(str, Enum):
 
 
 _COUNTS = frozenset({TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN})
-_NUMBER = r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[-+]?\d+)?"
+_LARGEST = 2**63  # more than any training counts; keeps a slip such as 1e999999tok harmless
+_LONGEST_TEXT = 64
+_NUMBER = r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[-+]?\d{1,3})?"
 _SIMPLE = re.compile(rf"\s*({_NUMBER})\s*(ep|ba|sp|tok|dur|sec)\s*", re.IGNORECASE)
 _CLOCK = re.compile(r"\s*(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+)s)?\s*", re.IGNORECASE)
 
@@ -108,11 +111,12 @@ class Time:
         return hash((self.value, self.unit))
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Time) and other.unit is not self.unit:
-            return False
-        if isinstance(other, Time | str | int | float):
+        if not isinstance(other, Time | str | int | float):
+            return NotImplemented
+        try:
             return bool(self.value == self._same(other).value)
-        return NotImplemented
+        except UsageError:  # another unit, or no time at all: not equal, and no reason to raise
+            return False
 
     def __lt__(self, other: Time | str | int | float) -> bool:
         return bool(self.value < self._same(other).value)
@@ -138,7 +142,8 @@ class Time:
             if self.unit is TimeUnit.DURATION:
                 return factor * self.value
             raise UsageError(f"{self} times {factor} has no meaning.")
-        return Time(_exact(Fraction(self.value) * Fraction(str(factor)), self, "*", factor), self.unit)
+        exact = Fraction(self.value) * _fraction(factor)
+        return Time(_exact(exact, self, "*", factor), self.unit)
 
     __rmul__ = __mul__
 
@@ -146,7 +151,7 @@ class Time:
         if isinstance(divisor, Time | str):
             other = self._same(divisor)
             return Time(float(Fraction(self.value) / Fraction(other.value)), TimeUnit.DURATION)
-        exact = Fraction(self.value) / Fraction(str(divisor))
+        exact = Fraction(self.value) / _fraction(divisor)
         return Time(_exact(exact, self, "/", divisor), self.unit)
 
     def __mod__(self, other: Time | str | int | float) -> Time:
@@ -166,7 +171,7 @@ class Time:
 def _number(value: object, unit: TimeUnit) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{value!r} is not a number of {unit}.")
-    if value != value or value in (float("inf"), float("-inf")):
+    if abs(value) > _LARGEST or math.isnan(value):
         raise UsageError(f"{value!r} is not a number of {unit}.")
     if unit in _COUNTS:
         if value != int(value):
@@ -175,6 +180,14 @@ def _number(value: object, unit: TimeUnit) -> int | float:
     if unit is TimeUnit.DURATION:
         return float(value)
     return int(value) if value == int(value) else float(value)
+
+
+def _fraction(number: int | float) -> Fraction:
+    """Return the number as it is written: 0.1 is one tenth, not the nearest binary fraction."""
+    try:
+        return Fraction(str(number))
+    except ValueError as error:
+        raise UsageError(f"{number!r} is not a number to multiply or divide by.") from error
 
 
 def _exact(value: Fraction, left: Time, sign: str, right: object) -> int | float:
@@ -187,16 +200,18 @@ def _exact(value: Fraction, left: Time, sign: str, right: object) -> int | float
 
 
 def _parse(text: str) -> tuple[int | float, TimeUnit]:
-    simple = _SIMPLE.fullmatch(text)
+    simple = _SIMPLE.fullmatch(text) if len(text) <= _LONGEST_TEXT else None
     if simple:
         number, unit = simple[1].replace("_", ""), TimeUnit(simple[2].lower())
         exact = Fraction(number)
+        if abs(exact) > _LARGEST:
+            raise UsageError(f"{text!r} is more than a time can be.")
         return (int(exact) if exact.denominator == 1 else float(exact)), unit
-    clock = _CLOCK.fullmatch(text)
+    clock = _CLOCK.fullmatch(text) if len(text) <= _LONGEST_TEXT else None
     if clock and any(clock.groups()):
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds, TimeUnit.SECOND
     raise UsageError(
-        f"{text!r} is not a time.",
+        f"{text[:_LONGEST_TEXT]!r} is not a time.",
         hint='Use a number with ep, ba, sp, tok, dur or sec, or a clock time such as "1h30m".',
     )

@@ -25,6 +25,8 @@ __all__ = ["Entry", "Reader", "Store", "Traits", "Writer"]
 Names = list[str]
 """Folder names. Inside a class with a method called ``list`` the type needs another name."""
 
+_Names = list[str]  # within Store, ``list`` is the method
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
