@@ -58,7 +58,7 @@ class LocalStore:
         self.traits = Traits(is_local=True, exclusive_create=True, hard_links=True, symlinks=True)
         self.leftovers: list[tuple[str, OSError]] = []
         self._direct = direct
-        self._is_root_synced = False
+        self._durable: set[str] = set()
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
@@ -67,24 +67,24 @@ class LocalStore:
         """Create ``key`` with ``data``, durably, or raise ``ExistsError``."""
         path = self._path(key)
         with _typed("create", path):
-            made, temp = self._write_temporary(path, data)
+            temp = self._write_temporary(path, data)
             try:
                 self._name_new(temp, path)
             finally:
                 self._discard(temp)
-        self._sync_made(path, made)
+        self._sync_names(os.path.dirname(path))
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace ``key`` in one durable step."""
         path = self._path(key)
         with _typed("write", path):
-            made, temp = self._write_temporary(path, data)
+            temp = self._write_temporary(path, data)
             try:
                 os.replace(temp, path)
             except OSError:
                 self._discard(temp)
                 raise
-        self._sync_made(path, made)
+        self._sync_names(os.path.dirname(path))
 
     def get(self, key: str, *, max_bytes: int = 256 * 1024 * 1024) -> bytes:
         """Return the bytes of ``key``."""
@@ -162,11 +162,11 @@ class LocalStore:
         """
         path, new_path = self._path(key), self._path(new_key)
         with _typed("rename", path, key=key):
-            made = self._make_folder(new_path)
+            self._make_folder(new_path)
             if not posix.rename_new(path, new_path):
                 os.link(path, new_path, follow_symlinks=False)
                 os.unlink(path)
-        self._sync_made(new_path, made)
+        self._sync_names(os.path.dirname(new_path))
         if os.path.dirname(path) != os.path.dirname(new_path):
             self._sync(os.path.dirname(path))
             self._remove_empty(os.path.dirname(path))
@@ -188,7 +188,7 @@ class LocalStore:
         """Make ``key`` a symlink to ``target``, or a text with its name where links are refused."""
         path = self._path(key)
         with _typed("point", path):
-            made = self._make_folder(path)
+            self._make_folder(path)
             temp = f"{os.path.dirname(path)}/{posix.temporary_name()}"
             try:
                 os.symlink(target, temp)
@@ -202,7 +202,7 @@ class LocalStore:
             except OSError:
                 self._discard(temp)
                 raise
-        self._sync_made(path, made)
+        self._sync_names(os.path.dirname(path))
 
     def create_writer(self, key: str, size_bytes: int) -> LocalWriter:
         """Begin to write a new key of a known size."""
@@ -228,13 +228,7 @@ class LocalStore:
 
     def sync_folder(self, folder: str) -> None:
         """Make the names in a folder, and of the folder itself and those above it, durable."""
-        path = self._path(folder) if folder else self._root
-        while True:
-            self._sync(path)
-            if path == self._root:
-                break
-            path = os.path.dirname(path)
-        self._sync_root()
+        self._sync_names(self._path(folder) if folder else self._root)
 
     def local_path(self, key: str) -> str | None:
         """Return the file of a key."""
@@ -305,14 +299,14 @@ class LocalStore:
                 os.close(fd)
                 self._discard(path)
 
-    def _make_folder(self, path: str) -> Names:
-        """Create the folders above a file. Return those that were new, the deepest last."""
-        made: Names = []
+    def _make_folder(self, path: str) -> None:
+        """Create the folders above a file."""
         missing, folder = [], os.path.dirname(path)
         while not os.path.isdir(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
         for folder in reversed(missing):
+            self._durable.discard(folder)
             try:
                 os.mkdir(folder)
             except FileExistsError as error:
@@ -320,24 +314,20 @@ class LocalStore:
                     raise ExistsError(f"A file is in the way at {folder}.", path=folder) from error
             except NotADirectoryError as error:
                 raise ExistsError(f"A file is in the way of {folder}.", path=folder) from error
-            # Whoever made it may not have synced its name yet: do not rely on them.
-            made.append(folder)
-        return made
 
-    def _write_temporary(self, path: str, data: bytes) -> tuple[Names, str]:
-        """Write and sync a temporary file beside ``path``; return new folders and its path."""
-        for _ in range(_MAKE_TRIES - 1):
-            made = self._make_folder(path)
+    def _write_temporary(self, path: str, data: bytes) -> str:
+        """Write and sync a temporary file beside ``path``; return its path."""
+        tries = 0
+        while True:
+            self._make_folder(path)
             temp = f"{os.path.dirname(path)}/{posix.temporary_name()}"
             try:
                 fd = posix.create_file(temp)
                 break
-            except FileNotFoundError:
-                continue  # another process removed the folder while it was empty
-        else:
-            made = self._make_folder(path)
-            temp = f"{os.path.dirname(path)}/{posix.temporary_name()}"
-            fd = posix.create_file(temp)
+            except FileNotFoundError:  # another process removed the folder while it was empty
+                tries += 1
+                if tries == _MAKE_TRIES:
+                    raise
         try:
             try:
                 posix.write_all(fd, data)
@@ -347,7 +337,7 @@ class LocalStore:
         except BaseException:
             self._discard(temp)
             raise
-        return made, temp
+        return temp
 
     def _name_new(self, temp: str, path: str) -> None:
         try:
@@ -380,26 +370,26 @@ class LocalStore:
                     raise storage_error(error, operation="remove", path=folder) from error
             folder = os.path.dirname(folder)
 
-    def _sync_made(self, path: str, made: Names) -> None:
-        self._sync(os.path.dirname(path))
-        for folder in reversed(made):
-            self._sync(os.path.dirname(folder))
-        self._sync_root()
+    def _sync_names(self, folder: str) -> None:
+        """Sync a folder, then those above it up to the store's own name.
+
+        Those above are synced once by this object, and again after it created a folder there:
+        they may have been made by a process that was stopped before it synced them.
+        """
+        self._sync(folder)
+        while folder not in self._durable:
+            parent = os.path.dirname(folder)
+            if folder == self._root and not os.access(parent, os.R_OK):
+                # A folder that we may pass through but not read cannot be opened for syncing; we
+                # did not create ours in it either.
+                break
+            self._sync(parent)
+            self._durable.add(folder)
+            folder = parent if folder != self._root else folder
 
     def _sync(self, folder: str) -> None:
         with _typed("fsync", folder):
             posix.sync_folder(folder)
-
-    def _sync_root(self) -> None:
-        """Make the name of the store's own folder durable, once."""
-        if self._is_root_synced:
-            return
-        parent = os.path.dirname(self._root)
-        # A parent that we may pass through but not read cannot be opened for syncing, and we did
-        # not create our folder in it either.
-        if os.access(parent, os.R_OK):
-            self._sync(parent)
-        self._is_root_synced = True
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
