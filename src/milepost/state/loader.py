@@ -1,0 +1,301 @@
+"""Data loaders: where in the epoch a run is, and how to get there again without reading data.
+
+Three kinds, found out by looking:
+
+``stateful``  the loader has ``state_dict`` and ``load_state_dict``; it knows its own position.
+``indexed``   a plain map-style ``DataLoader``. At the start of an epoch the random generators that
+              its order comes from are noted. To get back, they are put into that state, the order is
+              derived again, and the indices already used are stepped over. No data is read.
+``replayed``  anything else that can be iterated. The batches already used are read again and
+              dropped; the load report says so.
+
+The generators of the whole process go back to their state at the checkpoint after that, at the last
+moment before the first new batch, so that nothing done in between can disturb them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from ..errors import MismatchError
+from .rng import apply_rng, capture_rng
+
+__all__ = ["ResumableLoader"]
+
+
+class ResumableLoader:
+    """Iterate over a loader epoch by epoch, and come back to the middle of one.
+
+    Args:
+        loader: A ``DataLoader``, anything with ``state_dict``/``load_state_dict``, or any iterable
+            that starts anew each time it is iterated.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.kind = _kind(loader)
+        self._skipping = _SkippingLoader(loader) if self.kind == "indexed" else None
+        self._position = 0
+        self._start: dict[str, Any] | None = None
+        self._pending: Mapping[str, Any] | None = None
+        self._iterator: Iterator[Any] | None = None
+
+    @property
+    def num_batches(self) -> int | None:
+        """Return the batches of an epoch, or ``None`` if the loader cannot tell."""
+        try:
+            return len(self.loader)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def position(self) -> int:
+        """Return how many batches of the current epoch were handed out."""
+        return self._position
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a resume cannot reproduce exactly, or only at a cost."""
+        notes = []
+        if self.kind == "replayed" and not isinstance(self.loader, Sequence):
+            notes.append(
+                f"The loader ({type(self.loader).__qualname__}) cannot tell its position: a resume "
+                "reads the batches already used once more. Give it state_dict and load_state_dict "
+                "to avoid that."
+            )
+        if getattr(self.loader, "num_workers", 0) and self.kind == "indexed":
+            notes.append(
+                "Random numbers drawn inside loader workers are repeated only if each sample seeds "
+                "its own generator."
+            )
+        return tuple(notes)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers and the data set which epoch begins, where they want to know."""
+        loader = self.loader
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        targets = (
+            getattr(loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+            getattr(loader, "dataset", None),
+        )
+        done: set[int] = set()
+        for target in targets:
+            if callable(getattr(target, "set_epoch", None)) and id(target) not in done:
+                done.add(id(target))
+                target.set_epoch(epoch)
+
+    def iterate(self, rng: Mapping[str, Any] | None = None) -> Iterator[Any]:
+        """Yield the batches of one epoch, from a loaded position on.
+
+        Args:
+            rng: The state of the random generators at the checkpoint. Applied once, at the last
+                moment before the first batch is fetched.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None or not (pending["position"] or pending.get("is_open")):
+            if rng is not None:
+                apply_rng(rng)
+            self._position, self._start = 0, self._note_start()
+            self._iterator = self._begin(0)
+        else:
+            self._iterator = self._return_to(pending)
+            if rng is not None:
+                apply_rng(rng)
+        iterator = self._iterator
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._position += 1
+            yield batch
+
+    def end_epoch(self) -> None:
+        """Forget the position: the next :meth:`iterate` begins an epoch."""
+        self._position, self._start, self._pending, self._iterator = 0, None, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what it takes to get there again."""
+        if self._pending is not None:
+            return dict(self._pending)
+        state: dict[str, Any] = {
+            "kind": self.kind,
+            "position": self._position,
+            "is_open": self._start is not None,
+            "num_batches": self.num_batches,
+            "start": self._start,
+        }
+        if self.kind == "stateful" and self._start is not None:
+            state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a stored position at the next :meth:`iterate`.
+
+        Raises:
+            MismatchError: The position was taken with another kind of loader, or lies beyond the
+                end of this one.
+        """
+        kind, position = state["kind"], state["position"]
+        if position and kind != self.kind:
+            raise MismatchError(
+                f"The checkpoint is at batch {position} of an epoch of a loader of the kind "
+                f"{kind!r}; this one is of the kind {self.kind!r}.",
+                hint="Use the loader that the run was started with, or resume from the end of an "
+                "epoch.",
+            )
+        length = self.num_batches
+        if length is not None and position > length:
+            raise MismatchError(
+                f"The checkpoint is at batch {position} of an epoch, but this loader has only "
+                f"{length} batches.",
+                hint="Use the data set and batch size that the run was started with.",
+            )
+        self._pending = dict(state)
+
+    def _note_start(self) -> dict[str, Any]:
+        """Note every generator that the order of the coming epoch may be drawn from."""
+        return {
+            "rng": capture_rng(),
+            "generators": [g.get_state() for g in _generators(self.loader)],
+        }
+
+    def _begin(self, skip: int) -> Iterator[Any]:
+        if self._skipping is not None:
+            return self._skipping.start(skip)
+        return iter(self.loader)
+
+    def _return_to(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        self._position, self._start = state["position"], state["start"]
+        assert self._start is not None
+        if self.kind == "stateful":
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            return iter(self.loader)
+        apply_rng(self._start["rng"])
+        for generator, saved in zip(
+            _generators(self.loader), self._start["generators"], strict=False
+        ):
+            generator.set_state(saved)
+        iterator = self._begin(self._position)
+        if self.kind == "replayed":
+            deque(itertools.islice(iterator, self._position), maxlen=0)
+        return iterator
+
+
+def _kind(loader: Iterable[Any]) -> str:
+    if callable(getattr(loader, "state_dict", None)) and callable(
+        getattr(loader, "load_state_dict", None)
+    ):
+        return "stateful"
+    if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset):
+        return "indexed"
+    return "replayed"
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that belong to a loader, each once, in a fixed order."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    )
+    found: list[torch.Generator] = []
+    for owner in owners:
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
+            found.append(generator)
+    return found
+
+
+class _SkippingLoader:
+    """A twin of a map-style loader that can start its epoch some batches in.
+
+    The twin reads through the same data set, sampler, collation and workers; only the sampler's
+    indices pass through one more hand, which drops those already used. It is used from the first
+    epoch on, so that a resumed run and an uninterrupted one take the same path.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        options: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "collate_fn": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "generator": loader.generator,
+            "persistent_workers": loader.persistent_workers,
+        }
+        if loader.num_workers:
+            options["prefetch_factor"] = loader.prefetch_factor
+        if getattr(loader, "pin_memory_device", ""):
+            options["pin_memory_device"] = loader.pin_memory_device
+        if getattr(loader, "in_order", True) is not True:
+            options["in_order"] = loader.in_order
+        if loader.batch_sampler is not None:
+            self._skip = _SkippingSampler(loader.batch_sampler)
+            self._twin = DataLoader(loader.dataset, batch_sampler=self._skip, **options)  # type: ignore[arg-type]
+        else:
+            self._skip = _SkippingSampler(loader.sampler)
+            self._twin = DataLoader(
+                loader.dataset, batch_size=None, sampler=self._skip, **options
+            )
+
+    def start(self, num_batches: int) -> Iterator[Any]:
+        self._skip.num_skipped = num_batches
+        return iter(self._twin)
+
+
+class _SkippingSampler:
+    """Yields what another sampler yields, without the first few."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.num_skipped = 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self.num_skipped = self.num_skipped, 0
+        sampler = self.sampler
+        if skip and type(sampler) is BatchSampler and _is_indexed(sampler.sampler):
+            # Step over single indices at C speed instead of building the batches.
+            indices = iter(sampler.sampler)
+            deque(itertools.islice(indices, skip * sampler.batch_size), maxlen=0)
+            yield from BatchSampler(_Rest(indices), sampler.batch_size, sampler.drop_last)
+            return
+        batches = iter(sampler)
+        deque(itertools.islice(batches, skip), maxlen=0)
+        yield from batches
+
+
+class _Rest:
+    """The rest of an iterator, as something a batch sampler takes."""
+
+    def __init__(self, rest: Iterator[Any]) -> None:
+        self._rest = rest
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._rest
+
+
+def _is_indexed(sampler: Any) -> bool:
+    return type(sampler) in (RandomSampler, SequentialSampler)

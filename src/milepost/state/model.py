@@ -1,0 +1,204 @@
+"""Models: saved by parameter name, restored straight into the live tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MismatchError
+from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
+from ..tensors.unpack import leaf_tag, unpack_item
+from .names import name_cleaner, unwrap
+from .report import LoadReport
+from .source import StateSource, load_item
+
+__all__ = ["ModelPart", "load_weights"]
+
+Rename = Callable[[str], str]
+
+
+class ModelPart:
+    """A module under its stored names.
+
+    Args:
+        module: The module, with or without compile and data-parallel wrappers.
+        strict: Whether every name must be on both sides, with equal shape and dtype. A lenient load
+            takes what fits and converts dtypes.
+        rename: Maps a stored name to the name in the live module before they are matched.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, strict: bool = True, rename: Rename | None = None
+    ) -> None:
+        self.module = unwrap(module)
+        self.strict = strict
+        self._rename = rename or (lambda name: name)
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state by clean name."""
+        clean = name_cleaner(self.module)
+        return {clean(name): value for name, value in self.module.state_dict().items()}
+
+    def frozen(self) -> Collection[str]:
+        """Return the names of parameters that do not require gradients."""
+        clean = name_cleaner(self.module)
+        return {
+            clean(name)
+            for name, parameter in self.module.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
+        }
+
+    def check(self, source: StateSource, item: str, report: LoadReport) -> None:
+        """Compare names, shapes and dtypes."""
+        self._match(source, item, report)
+
+    def apply(self, source: StateSource, item: str, report: LoadReport) -> None:
+        """Read the stored tensors into the live ones.
+
+        Raises:
+            MismatchError: A lenient load that matched nothing at all.
+        """
+        silent = LoadReport(report.source)
+        matches = self._match(source, item, silent)
+        if not matches and (silent.missing or silent.unexpected):
+            report.missing, report.unexpected = silent.missing, silent.unexpected
+            raise MismatchError(
+                f"None of the {silent.num_wanted} tensors of the model are in {source.name}, "
+                f"which holds {len(silent.unexpected)} others.\n{silent.summary()}\n",
+                safe="The model was not changed.",
+                hint="Give rename= a function from stored names to the model's.",
+                report=report,
+            )
+        if self._takes_tensors_in_place(matches):
+            self._read_in_place(source, item, matches)
+        else:
+            self._load_through_hooks(source, item, matches)
+        report.loaded.extend(f"{item}: {stored}" for stored, _ in matches.values())
+
+    def _live(self) -> dict[str, tuple[str, Any]]:
+        """Return ``clean name -> (own name, value)``."""
+        clean = name_cleaner(self.module)
+        state = self.module.state_dict()
+        return {clean(name): (name, value) for name, value in state.items()}
+
+    def _match(
+        self, source: StateSource, item: str, report: LoadReport
+    ) -> dict[str, tuple[str, Any]]:
+        """Return ``own name -> (stored name, live value)`` of what fits, and report the rest."""
+        live = self._live()
+        tree = source.trees[item]
+        infos = source.tensors(item)
+        if not isinstance(tree, Mapping) or "$" in tree:
+            report.problems.append(f"{item} is not the state of a model.")
+            return {}
+        matches: dict[str, tuple[str, Any]] = {}
+        for stored, tag in tree.items():
+            name = self._rename(stored)
+            if name not in live:
+                report.unexpected.append(f"{item}: {stored}")
+                continue
+            own, value = live.pop(name)
+            if self._fits(f"{item}: {name}", tag, infos, value, report):
+                matches[own] = (stored, value)
+        report.missing.extend(f"{item}: {name}" for name in live)
+        return matches
+
+    def _fits(
+        self, label: str, tag: Any, infos: Mapping[str, Any], value: Any, report: LoadReport
+    ) -> bool:
+        is_leaf = isinstance(tag, Mapping) and tag.get("$") == "tensor"
+        if not is_leaf or not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return True
+        key = leaf_tag(tag)
+        if key not in infos:
+            report.problems.append(f"{label} refers to a tensor that the checkpoint lacks.")
+            return False
+        shape, dtype = infos[key].shape, dtype_of_code(infos[key].code)
+        if "dtype" in tag:
+            shape, dtype = shape[:-1], named_dtype(tag["dtype"])
+        if tuple(value.shape) != shape:
+            report.mis_shaped.append(
+                f"{label} (stored {list(shape)}, live {list(value.shape)})"
+            )
+            return False
+        if value.dtype is not dtype:
+            stored = "unknown" if dtype is None else dtype_name(dtype)
+            change = f"{label} (stored {stored}, live {dtype_name(value.dtype)})"
+            (report.mis_typed if self.strict else report.cast).append(change)
+            return not self.strict
+        return True
+
+    def _takes_tensors_in_place(self, matches: Mapping[str, tuple[str, Any]]) -> bool:
+        """Return whether loading a state dict would do no more than copy into each tensor."""
+        if not all(type(v) is Tensor and v.layout is torch.strided for _, v in matches.values()):
+            return False
+        if type(self.module).load_state_dict is not nn.Module.load_state_dict:
+            return False
+        return not any(_has_load_hooks(child) for child in self.module.modules())
+
+    def _read_in_place(
+        self, source: StateSource, item: str, matches: Mapping[str, tuple[str, Any]]
+    ) -> None:
+        tree, infos = source.trees[item], source.tensors(item)
+        wanted: list[tuple[str, str, Tensor]] = []
+        later: list[tuple[Tensor, Any, dict[str, Tensor]]] = []
+        for stored, value in matches.values():
+            tag = tree[stored]
+            key = leaf_tag(tag)
+            dtype = dtype_of_code(infos[key].code)
+            if "dtype" not in tag and value.dtype is dtype:
+                wanted.append((item, key, value))
+            else:
+                raw = torch.empty(infos[key].shape, dtype=dtype)
+                wanted.append((item, key, raw))
+                later.append((value, tag, {key: raw}))
+        source.read(wanted)
+        with torch.no_grad():
+            for value, tag, made in later:
+                value.copy_(unpack_item(tag, made.__getitem__))
+
+    def _load_through_hooks(
+        self, source: StateSource, item: str, matches: Mapping[str, tuple[str, Any]]
+    ) -> None:
+        stored = load_item(source, item)
+        state = {own: stored[name] for own, (name, _) in matches.items()}
+        self.module.load_state_dict(state, strict=self.strict)
+
+
+def _has_load_hooks(module: nn.Module) -> bool:
+    if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+        return True
+    own = type(module)._load_from_state_dict
+    return own is not nn.Module._load_from_state_dict and not own.__module__.startswith("torch.nn.")
+
+
+def load_weights(
+    source: StateSource,
+    item: str,
+    module: nn.Module,
+    *,
+    strict: bool = False,
+    rename: Rename | None = None,
+) -> LoadReport:
+    """Load only the weights of one model.
+
+    Args:
+        source: Where they are stored.
+        item: Name of the model's item.
+        module: The live model.
+        strict: See :class:`ModelPart`.
+        rename: Maps stored names to live ones.
+
+    Raises:
+        MismatchError: Something does not fit (strict), or nothing fits at all.
+    """
+    report = LoadReport(source.name)
+    part = ModelPart(module, strict=strict, rename=rename)
+    part.check(source, item, report)
+    if strict:
+        report.require_exact()
+    part.apply(source, item, report)
+    return report

@@ -1,0 +1,180 @@
+"""Optimizers: state keyed by the name of the parameter, never by its position.
+
+Torch matches optimizer state by position, so that two parameters of one shape silently swap their
+moments when the order of groups changes, and it converts moments to the dtype of the parameter.
+Both are undone here: state goes to the parameter of the same name, in the dtype it was saved in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .names import ParameterNames
+from .report import LoadReport
+from .source import StateSource, load_item
+
+__all__ = ["OptimizerPart"]
+
+
+class OptimizerPart:
+    """An optimizer whose parameters have names.
+
+    Args:
+        optimizer: The live optimizer.
+        names: Returns the names of the parameters of all tracked models, as they are now.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, names: Callable[[], ParameterNames]) -> None:
+        self.optimizer = optimizer
+        self._get_names = names
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state by parameter name.
+
+        Returns:
+            ``state``: name -> what the optimizer keeps for it; ``param_groups``: options with the
+            names of the parameters; ``other``: state that belongs to no parameter.
+        """
+        state = self.optimizer.state_dict()
+        by_index = self._names_by_index()
+        captured = dict(state)
+        captured["param_groups"] = [
+            {**group, "params": [by_index[index] for index in group["params"]]}
+            for group in state["param_groups"]
+        ]
+        known = {k: v for k, v in state["state"].items() if type(k) is int and k in by_index}
+        captured["state"] = {by_index[index]: value for index, value in known.items()}
+        captured["other"] = {k: v for k, v in state["state"].items() if k not in known}
+        return captured
+
+    def frozen(self) -> Collection[str]:
+        """Return nothing: optimizer state changes with every step."""
+        return ()
+
+    def check(self, source: StateSource, item: str, report: LoadReport) -> None:
+        """Compare the groups and the parameters in them."""
+        tree = source.trees[item]
+        if not isinstance(tree, Mapping) or not {"state", "param_groups"} <= set(tree):
+            report.problems.append(f"{item} is not the state of an optimizer.")
+            return
+        stored = [list(group["params"]) for group in tree["param_groups"]]
+        group_of = {name: index for index, names in enumerate(stored) for name in names}
+        live = self._names_by_group()
+        for names in live:
+            homes = {group_of[name] for name in names if name in group_of}
+            if len(homes) > 1:
+                report.problems.append(
+                    f"{item}: the parameters {', '.join(names[:4])} form one group now and were in "
+                    f"{len(homes)} groups."
+                )
+        live_names = {name for names in live for name in names}
+        report.missing.extend(f"{item}: {name}" for name in sorted(live_names - set(group_of)))
+        report.unexpected.extend(f"{item}: {name}" for name in sorted(set(group_of) - live_names))
+
+    def apply(self, source: StateSource, item: str, report: LoadReport) -> None:
+        """Restore state and group options, each to the parameter of the same name."""
+        stored = load_item(source, item)
+        if type(self.optimizer).load_state_dict is Optimizer.load_state_dict:
+            self._restore_options(stored)
+            self._restore_state(stored)
+        else:
+            self._load_by_position(stored)
+        report.loaded.extend(f"{item}: {name}" for names in self._names_by_group() for name in names)
+
+    def reapply_options(self, source: StateSource, item: str) -> None:
+        """Restore the options of the groups once more, after a scheduler was built upon them."""
+        self._restore_options(load_item(source, item))
+
+    def _names_by_group(self) -> list[list[str]]:
+        names = self._get_names()
+        return [
+            [names.of(p) or f"group{g}/{i}" for i, p in enumerate(group["params"])]
+            for g, group in enumerate(self.optimizer.param_groups)
+        ]
+
+    def _names_by_index(self) -> dict[int, str]:
+        """Return the name behind each number in torch's own state dict."""
+        result: dict[int, str] = {}
+        seen: dict[int, int] = {}
+        for names, group in zip(
+            self._names_by_group(), self.optimizer.param_groups, strict=True
+        ):
+            for name, parameter in zip(names, group["params"], strict=True):
+                index = seen.setdefault(id(parameter), len(seen))
+                result[index] = name
+        return result
+
+    def _restore_options(self, stored: Mapping[str, Any]) -> None:
+        group_of = {
+            name: group for group in stored["param_groups"] for name in group["params"]
+        }
+        for names, group in zip(
+            self._names_by_group(), self.optimizer.param_groups, strict=True
+        ):
+            home = next((group_of[name] for name in names if name in group_of), None)
+            if home is None:
+                continue
+            parameters = group["params"]
+            group.clear()
+            group["params"] = parameters
+            group.update({key: value for key, value in home.items() if key != "params"})
+
+    def _restore_state(self, stored: Mapping[str, Any]) -> None:
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for names, group in zip(
+            self._names_by_group(), self.optimizer.param_groups, strict=True
+        ):
+            for name, parameter in zip(names, group["params"], strict=True):
+                if name in stored["state"]:
+                    state[parameter] = _place(stored["state"][name], parameter, group)
+        state.update(stored.get("other", {}))
+        extra = {
+            key: value
+            for key, value in stored.items()
+            if key not in ("state", "param_groups", "other")
+        }
+        self.optimizer.__setstate__(
+            {**extra, "state": state, "param_groups": self.optimizer.param_groups}
+        )
+
+    def _load_by_position(self, stored: Mapping[str, Any]) -> None:
+        """Hand a state dict in torch's own form to an optimizer that loads it in its own way."""
+        by_index = self._names_by_index()
+        index_of = {name: index for index, name in by_index.items()}
+        group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
+        groups = []
+        for names in self._names_by_group():
+            home = next(group_of[name] for name in names if name in group_of)
+            groups.append({**home, "params": [index_of[name] for name in names]})
+        state = {index_of[n]: value for n, value in stored["state"].items() if n in index_of}
+        state.update(stored.get("other", {}))
+        rest = {k: v for k, v in stored.items() if k not in ("state", "param_groups", "other")}
+        self.optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
+
+
+def _place(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+    """Move state to the device of its parameter, keeping its dtype.
+
+    A ``step`` on the CPU stays there unless the kernel in use wants it beside the parameter.
+    """
+    wants_step = bool(group.get("capturable") or group.get("fused"))
+
+    def move(key: str | None, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            if key == "step" and not wants_step:
+                return item
+            return item.to(parameter.device)
+        if isinstance(item, dict):
+            return {k: move(k, v) for k, v in item.items()}
+        if isinstance(item, list | tuple):
+            return type(item)(move(None, v) for v in item)
+        return item
+
+    with torch.no_grad():
+        return move(None, value)

@@ -1,0 +1,98 @@
+"""What a load did: loaded, missing, unexpected, mis-shaped, mis-typed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..errors import MismatchError
+
+__all__ = ["LoadReport"]
+
+_SHOWN = 8
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """The outcome of loading a checkpoint into live objects.
+
+    Names are written ``item: tensor``, as in ``model: 0.weight``.
+
+    Attributes:
+        source: The checkpoint that was read.
+        loaded: What was restored.
+        missing: What the live objects have and the checkpoint lacks.
+        unexpected: What the checkpoint has and the live objects lack.
+        mis_shaped: Tensors whose shapes differ, with both shapes.
+        mis_typed: Tensors whose dtypes differ, with both dtypes.
+        cast: Tensors that were converted to the dtype of the live one; only in a lenient load.
+        problems: Anything else that does not fit, in plain words.
+        notes: What cannot be reproduced exactly, and checkpoints that were passed over.
+    """
+
+    source: str
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mis_shaped: list[str] = field(default_factory=list)
+    mis_typed: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether everything fitted everything."""
+        return not (
+            self.missing
+            or self.unexpected
+            or self.mis_shaped
+            or self.mis_typed
+            or self.cast
+            or self.problems
+        )
+
+    def summary(self) -> str:
+        """Return the report in a few lines."""
+        lines = [f"{len(self.loaded)} of {self.num_wanted} restored from {self.source}"]
+        for title, names in self._groups():
+            if names:
+                lines.append(f"  {len(names)} {title}: {_some(names)}")
+        lines.extend(f"  {problem}" for problem in self.problems)
+        lines.extend(f"  note: {note}" for note in self.notes)
+        return "\n".join(lines)
+
+    __str__ = summary
+
+    @property
+    def num_wanted(self) -> int:
+        """Return how many things the live objects asked for."""
+        return len(self.loaded) + len(self.missing) + len(self.mis_shaped) + len(self.mis_typed)
+
+    def require_exact(self) -> None:
+        """Raise if anything did not fit.
+
+        Raises:
+            MismatchError: With the whole report, before anything was changed.
+        """
+        if not self.is_exact:
+            raise MismatchError(
+                f"The checkpoint does not fit the objects it is loaded into:\n{self.summary()}\n",
+                safe="Nothing was changed.",
+                hint="Build the objects as they were, or load with strict=False to take what fits.",
+                report=self,
+            )
+
+    def _groups(self) -> list[tuple[str, Sequence[str]]]:
+        return [
+            ("missing in the checkpoint", self.missing),
+            ("unexpected in the checkpoint", self.unexpected),
+            ("of another shape", self.mis_shaped),
+            ("of another dtype", self.mis_typed),
+            ("converted to the live dtype", self.cast),
+        ]
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

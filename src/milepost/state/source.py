@@ -1,0 +1,155 @@
+"""Where a state is restored from: the contract, and one that lives in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError, MissingError
+from ..tensors.dtypes import dtype_of_code
+from ..tensors.pack import PackedItem, pack_item
+from ..tensors.unpack import leaf_keys, unpack_item
+
+__all__ = ["MemorySource", "StateSource", "TensorInfo", "load_item", "new_tensor", "subtree"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A dense tensor of a source, without its values.
+
+    Attributes:
+        code: Dtype code in the container.
+        shape: Shape in the container.
+    """
+
+    code: str
+    shape: tuple[int, ...]
+
+
+class StateSource(Protocol):
+    """A stored state: trees by item, and dense tensors by item and key."""
+
+    name: str
+
+    @property
+    def trees(self) -> Mapping[str, Any]:
+        """Return the tree of every item."""
+
+    def tensors(self, item: str) -> Mapping[str, TensorInfo]:
+        """Return what each dense tensor of an item is."""
+
+    def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
+        """Read tensors into existing ones.
+
+        Args:
+            wanted: ``(item, key, destination)``; the destination has the stored dtype and shape.
+
+        Raises:
+            DamagedError: Bytes that do not match their checksum.
+        """
+
+
+class MemorySource:
+    """A state that is already in memory, such as one read from a ``.pt`` file.
+
+    Args:
+        name: What to call it in messages.
+        items: Values by item.
+    """
+
+    def __init__(self, name: str, items: Mapping[str, Any]) -> None:
+        self.name = name
+        self._packed = {item: pack_item(item, value) for item, value in items.items()}
+        self._leaves = {
+            item: {leaf.key: leaf for leaf in packed.leaves}
+            for item, packed in self._packed.items()
+        }
+
+    @classmethod
+    def from_packed(cls, name: str, items: Sequence[PackedItem]) -> MemorySource:
+        """Wrap items that were packed already."""
+        source = cls(name, {})
+        source._packed = {packed.name: packed for packed in items}
+        source._leaves = {p.name: {leaf.key: leaf for leaf in p.leaves} for p in items}
+        return source
+
+    @property
+    def trees(self) -> Mapping[str, Any]:
+        """Return the tree of every item."""
+        return {item: packed.tree for item, packed in self._packed.items()}
+
+    def tensors(self, item: str) -> Mapping[str, TensorInfo]:
+        """Return what each dense tensor of an item is."""
+        return {k: TensorInfo(leaf.code, leaf.shape) for k, leaf in self._leaves[item].items()}
+
+    def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
+        """Copy tensors into existing ones."""
+        with torch.no_grad():
+            for item, key, destination in wanted:
+                source = self._leaves[item][key].tensor
+                if destination.dtype is torch.uint8 and source.dtype is not torch.uint8:
+                    raw = source.contiguous().reshape(-1).view(torch.uint8)
+                    source = raw.view(destination.shape)
+                destination.copy_(source)
+
+
+def new_tensor(info: TensorInfo) -> Tensor:
+    """Return an uninitialised CPU tensor of the stored dtype and shape."""
+    dtype = dtype_of_code(info.code)
+    if dtype is None:
+        raise FormatError(f"This version of torch has no dtype for {info.code!r}.")
+    return torch.empty(info.shape, dtype=dtype)
+
+
+def load_item(source: StateSource, item: str) -> Any:
+    """Read one item whole and put it together.
+
+    Raises:
+        MissingError: The source has no such item, or the tree names a tensor that is not there.
+        DamagedError: Bytes that do not match their checksum.
+    """
+    if item not in source.trees:
+        raise MissingError(
+            f"{source.name} holds no item {item!r}.", hint=f"It holds {sorted(source.trees)}."
+        )
+    infos = source.tensors(item)
+    made = {key: new_tensor(info) for key, info in infos.items()}
+    source.read([(item, key, tensor) for key, tensor in made.items()])
+
+    def get(key: str) -> Tensor:
+        if key not in made:
+            raise MissingError(f"{source.name}: item {item!r} lacks the tensor {key!r}.")
+        return made[key]
+
+    return unpack_item(source.trees[item], get)
+
+
+class _Subtree:
+    """A source in which one member of a group looks like an item."""
+
+    def __init__(self, source: StateSource, item: str, member: str) -> None:
+        self.name = source.name
+        self._source = source
+        self._item = item
+        self._shown = f"{item}/{member}"
+        self._tree = source.trees[item][member]
+
+    @property
+    def trees(self) -> Mapping[str, Any]:
+        return {self._shown: self._tree}
+
+    def tensors(self, item: str) -> Mapping[str, TensorInfo]:
+        infos = self._source.tensors(self._item)
+        return {key: infos[key] for key in leaf_keys(self._tree) if key in infos}
+
+    def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
+        self._source.read([(self._item, key, tensor) for _, key, tensor in wanted])
+
+
+def subtree(source: StateSource, item: str, member: str) -> StateSource:
+    """Return a source that shows one member of a group as the item ``item/member``."""
+    return _Subtree(source, item, member)

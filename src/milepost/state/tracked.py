@@ -1,0 +1,172 @@
+"""What a run saves: named objects, captured and restored together.
+
+Restoring has an order: models first, so that optimizers find the names of their parameters; then
+optimizers; then schedulers and everything else. Nothing is changed before everything was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import DuplicateNameError, UsageError
+from ..format.layout import safe_name
+from ..tensors.pack import PackedItem, pack_item
+from .model import ModelPart
+from .names import ParameterNames, unwrap
+from .objects import GroupPart, ObjectPart, Stateful, Value, ValuePart
+from .optimizer import OptimizerPart
+from .parts import Part
+from .report import LoadReport
+from .source import StateSource, subtree
+
+__all__ = ["Tracked"]
+
+RESERVED_ITEMS = ("rng",)
+
+
+class Tracked:
+    """The objects of a run by name.
+
+    Args:
+        strict: Whether a restore demands that both sides hold the same items.
+    """
+
+    def __init__(self, *, strict: bool = True) -> None:
+        self.strict = strict
+        self._objects: dict[str, Any] = {}
+        self._parts: dict[str, Part] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def add(self, name: str, target: Any) -> None:
+        """Track an object.
+
+        Args:
+            name: Its name in every checkpoint.
+            target: A module, an optimizer, anything with ``state_dict`` and ``load_state_dict``, a
+                :class:`Value`, a pair of getter and setter, or a mapping of such.
+
+        Raises:
+            DuplicateNameError: The name is taken.
+            UsageError: The object cannot be tracked, or the name is not usable.
+        """
+        if name in RESERVED_ITEMS or safe_name(name) != name:
+            raise UsageError(
+                f"{name!r} cannot name a tracked object.",
+                hint="Use letters, digits and underscores, and not 'rng'.",
+            )
+        if name in self._parts:
+            raise DuplicateNameError(
+                f"Two objects are tracked as {name!r}.",
+                hint=f"Give the second one a name of its own: track({name}_2=...).",
+                name=name,
+            )
+        self._parts[name] = self._part(name, target)
+        self._objects[name] = target
+
+    def models(self) -> dict[str, nn.Module]:
+        """Return the tracked modules by name, those inside groups included."""
+        found: dict[str, nn.Module] = {}
+        for name, target in self._objects.items():
+            members = target if isinstance(target, Mapping) else {"": target}
+            for member, value in members.items():
+                if isinstance(value, nn.Module):
+                    found[f"{name}/{member}" if member else name] = value
+        return found
+
+    def optimizers(self) -> list[tuple[str, str, OptimizerPart]]:
+        """Return ``(item, member or "", part)`` of every tracked optimizer."""
+        found = []
+        for name, part in self._parts.items():
+            members = part.members if isinstance(part, GroupPart) else {"": part}
+            found.extend((name, m, p) for m, p in members.items() if isinstance(p, OptimizerPart))
+        return found
+
+    def capture(self) -> list[PackedItem]:
+        """Take the state of every object, without copying tensors.
+
+        Raises:
+            UnsupportedStateError: A value that cannot be stored; the message leads to it.
+        """
+        return [
+            pack_item(name, part.capture(), frozen=part.frozen())
+            for name, part in self._parts.items()
+        ]
+
+    def restore(
+        self,
+        source: StateSource,
+        *,
+        items: Collection[str] | None = None,
+        expected: Collection[str] = (),
+        strict: bool | None = None,
+    ) -> LoadReport:
+        """Restore every tracked object.
+
+        Args:
+            source: Where the state is stored.
+            items: Restore only these.
+            expected: Items that may be tracked later; not counted as unexpected.
+            strict: Overrides the strictness given at construction.
+
+        Raises:
+            MismatchError: What is stored does not fit; nothing was changed then.
+        """
+        strict = self.strict if strict is None else strict
+        report = LoadReport(source.name)
+        names = [name for name in self._parts if items is None or name in items]
+        present = [name for name in names if name in source.trees]
+        report.missing.extend(name for name in names if name not in source.trees)
+        if items is None:
+            known = {*self._parts, *RESERVED_ITEMS, *expected}
+            report.unexpected.extend(name for name in source.trees if name not in known)
+        for name in present:
+            self._parts[name].check(source, name, report)
+        if strict:
+            report.require_exact()
+        for name in sorted(present, key=self._order):
+            self._parts[name].apply(source, name, report)
+        return report
+
+    def reapply_optimizer_options(self, source: StateSource) -> None:
+        """Restore learning rates once more, after a scheduler was built on a restored optimizer."""
+        for item, member, part in self.optimizers():
+            if item in source.trees:
+                if member:
+                    part.reapply_options(subtree(source, item, member), f"{item}/{member}")
+                else:
+                    part.reapply_options(source, item)
+
+    def _order(self, name: str) -> int:
+        target = self._objects[name]
+        members = list(target.values()) if isinstance(target, Mapping) else [target]
+        if any(isinstance(member, nn.Module) for member in members):
+            return 0
+        return 1 if any(isinstance(member, Optimizer) for member in members) else 2
+
+    def _part(self, name: str, target: Any) -> Part:
+        if isinstance(target, nn.Module):
+            return ModelPart(unwrap(target), strict=self.strict)
+        if isinstance(target, Optimizer):
+            return OptimizerPart(target, names=lambda: ParameterNames(self.models()))
+        if isinstance(target, Value):
+            return ValuePart(target)
+        if isinstance(target, Stateful):
+            return ObjectPart(target)
+        if isinstance(target, tuple) and len(target) == 2 and all(map(callable, target)):
+            return ValuePart(Value(*target))
+        if isinstance(target, Mapping) and all(isinstance(key, str) for key in target):
+            return GroupPart({key: self._part(key, member) for key, member in target.items()})
+        raise UsageError(
+            f"The object given as {name!r} ({type(target).__qualname__}) cannot be tracked.",
+            hint="Give it state_dict and load_state_dict, or pass milepost.Value(getter, setter).",
+            name=name,
+        )

@@ -1,0 +1,269 @@
+"""Values with tensors -> a tree of JSON and a flat table of dense tensors.
+
+One :class:`Packer` serves one item. It takes the tensors out of the tree, gives each a key in the
+item's part, and leaves a tag in its place. Two names for one tensor get one key, so that tied
+weights are written once and come back tied. Of a view only the view is written. Sparse and
+quantized tensors are taken apart into dense ones.
+
+Nothing is copied here: a leaf refers to the live memory until it is staged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedStateError
+from ..format import tree
+from .dtypes import CODES, dtype_name, named_dtype
+
+__all__ = ["Leaf", "PackedItem", "pack_item"]
+
+INLINE_ARRAY_BYTES = 16 * 1024
+"""Numpy arrays up to this size stay in the tree; larger ones go to the part like tensors."""
+
+_PLAIN_TENSORS: tuple[type, ...] = (
+    torch.Tensor,
+    torch.nn.Parameter,
+    torch.nn.Buffer,
+)
+
+
+@dataclass(slots=True)
+class Leaf:
+    """One dense tensor to store.
+
+    Attributes:
+        key: Its name in the part.
+        tensor: The live tensor, detached, of any device and stride.
+        code: Dtype code in the container.
+        shape: Shape in the container; one dimension more than the tensor's for raw bytes.
+        num_bytes: Bytes in the part.
+        is_frozen: Whether it belongs to what the run does not train.
+    """
+
+    key: str
+    tensor: Tensor
+    code: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    is_frozen: bool = False
+
+
+@dataclass(slots=True)
+class PackedItem:
+    """One top-level part of the state, taken apart.
+
+    Attributes:
+        name: Name of the item.
+        tree: The JSON that stands for its structure.
+        leaves: The tensors that the tree refers to.
+    """
+
+    name: str
+    tree: Any
+    leaves: list[Leaf] = field(default_factory=list)
+
+
+def pack_item(name: str, value: Any, *, frozen: Iterable[str] = ()) -> PackedItem:
+    """Take one item apart.
+
+    Args:
+        name: Name of the item.
+        value: Nested containers, numbers, arrays and tensors.
+        frozen: Keys of tensors that the run does not train.
+
+    Raises:
+        UnsupportedStateError: A value that cannot be stored; the message leads to it.
+    """
+    packer = _Packer()
+    packed = tree.encode(value, sink=packer.sink, path=(name,))
+    names = set(frozen)
+    if names:
+        for leaf in packer.leaves.values():
+            leaf.is_frozen = packer.aliases[leaf.key] <= names
+    return PackedItem(name, packed, list(packer.leaves.values()))
+
+
+class _Packer:
+    def __init__(self) -> None:
+        self.leaves: dict[str, Leaf] = {}
+        self.aliases: dict[str, set[str]] = {}
+        self._seen: dict[tuple[Any, ...], str] = {}
+        self._owners: list[Tensor] = []
+
+    def sink(self, path: tree.Path, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(path, value)
+        if isinstance(value, torch.dtype):
+            return {"$": "torch.dtype", "v": dtype_name(value)}
+        if isinstance(value, torch.device):
+            return {"$": "torch.device", "v": str(value)}
+        if isinstance(value, torch.Size):
+            return {"$": "torch.Size", "v": list(value)}
+        if isinstance(value, torch.Generator):
+            state = self._tensor((*path, "state"), value.get_state())
+            return {"$": "torch.Generator", "device": str(value.device), "state": state}
+        if isinstance(value, torch.nn.Module):
+            raise UnsupportedStateError(
+                f"{tree.path_text(path)} is a module.",
+                hint="Track the module by a name of its own, or store its state_dict().",
+                path=tree.path_text(path),
+            )
+        return self._array(path, value)
+
+    def _array(self, path: tree.Path, value: Any) -> Any:
+        if type(value).__module__ != "numpy" or type(value).__name__ != "ndarray":
+            return None
+        if value.nbytes <= INLINE_ARRAY_BYTES or not value.dtype.isnative:
+            return None
+        if named_dtype(value.dtype.name) is None:
+            return None
+        import numpy as np
+
+        dense = torch.from_numpy(np.require(value, requirements=["C", "W"]))
+        return {"$": "numpy.tensor", "tensor": self._dense(path, dense)}
+
+    def _tensor(self, path: tree.Path, value: Tensor) -> Any:
+        if type(value) not in _PLAIN_TENSORS or value.device.type == "meta":
+            raise UnsupportedStateError(
+                f"{tree.path_text(path)} is a {_describe(value)} without storable values.",
+                hint="Give it real values first; sharded tensors need every rank's own part.",
+                path=tree.path_text(path),
+            )
+        value = value.detach()
+        if value.layout is torch.sparse_coo:
+            return {
+                "$": "sparse_coo",
+                "size": list(value.shape),
+                "coalesced": value.is_coalesced(),
+                "indices": self._dense((*path, "indices"), value._indices()),
+                "values": self._dense((*path, "values"), value._values()),
+            }
+        if value.layout in _COMPRESSED:
+            return self._compressed(path, value)
+        if value.layout is not torch.strided:
+            raise UnsupportedStateError(
+                f"{tree.path_text(path)} has the layout {value.layout}, which cannot be stored.",
+                hint="Convert it to a strided or sparse tensor first.",
+                path=tree.path_text(path),
+            )
+        if value.is_quantized:
+            return self._quantized(path, value)
+        return self._dense(path, value)
+
+    def _compressed(self, path: tree.Path, value: Tensor) -> Any:
+        by_row = value.layout in (torch.sparse_csr, torch.sparse_bsr)
+        outer = value.crow_indices() if by_row else value.ccol_indices()
+        inner = value.col_indices() if by_row else value.row_indices()
+        return {
+            "$": "sparse_compressed",
+            "layout": _COMPRESSED[value.layout],
+            "size": list(value.shape),
+            "compressed": self._dense((*path, "compressed"), outer),
+            "plain": self._dense((*path, "plain"), inner),
+            "values": self._dense((*path, "values"), value.values()),
+        }
+
+    def _quantized(self, path: tree.Path, value: Tensor) -> Any:
+        tag: dict[str, Any] = {
+            "$": "quantized",
+            "dtype": dtype_name(value.dtype),
+            "ints": self._dense((*path, "ints"), value.int_repr()),
+        }
+        scheme = value.qscheme()
+        if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return {**tag, "scale": value.q_scale(), "zero_point": value.q_zero_point()}
+        scales = value.q_per_channel_scales()
+        return {
+            **tag,
+            "axis": value.q_per_channel_axis(),
+            "float_zero": scheme is torch.per_channel_affine_float_qparams,
+            "scales": self._dense((*path, "scales"), scales),
+            "zero_points": self._dense((*path, "zero_points"), value.q_per_channel_zero_points()),
+        }
+
+    def _dense(self, path: tree.Path, value: Tensor) -> dict[str, Any]:
+        code = CODES.get(value.dtype)
+        name = dtype_name(value.dtype)
+        if code is None and named_dtype(name) is None:
+            raise UnsupportedStateError(
+                f"{tree.path_text(path)} has the dtype {name}, which cannot be stored.",
+                path=tree.path_text(path),
+            )
+        plain_key = "/".join(map(str, path[1:])) or "value"
+        identity = _identity(value)
+        key = self._seen.get(identity) if identity else None
+        if key is None:
+            key = self._free_key(plain_key)
+            shape = tuple(value.shape)
+            num_bytes = value.numel() * value.itemsize
+            if code is None:
+                code, shape = "U8", (*shape, value.itemsize)
+            resolved = value.resolve_conj().resolve_neg()
+            self.leaves[key] = Leaf(key, resolved, code, shape, num_bytes)
+            self.aliases[key] = set()
+            if identity:
+                self._seen[identity] = key
+                # Keeps the memory from being reused, which would make a stranger look like an alias.
+                self._owners.append(value)
+        self.aliases[key].add(plain_key)
+        tag: dict[str, Any] = {"$": "tensor", "key": key}
+        if CODES.get(value.dtype) is None:
+            tag["dtype"] = name
+        if not value.is_contiguous() and _is_dense(value):
+            tag["stride"] = list(value.stride())
+        return tag
+
+    def _free_key(self, wanted: str) -> str:
+        key, count = wanted, 1
+        while key in self.leaves or key == "__metadata__":
+            count += 1
+            key = f"{wanted}~{count}"
+        return key
+
+
+_COMPRESSED: dict[torch.layout, str] = {
+    torch.sparse_csr: "sparse_csr",
+    torch.sparse_csc: "sparse_csc",
+    torch.sparse_bsr: "sparse_bsr",
+    torch.sparse_bsc: "sparse_bsc",
+}
+
+
+def _identity(value: Tensor) -> tuple[Any, ...] | None:
+    """Return what two tensors share if they are one and the same memory, or ``None`` if empty."""
+    if value.numel() == 0:
+        return None
+    return (
+        value.device,
+        value.data_ptr(),
+        value.dtype,
+        tuple(value.shape),
+        value.stride(),
+        value.is_conj(),
+        value.is_neg(),
+    )
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Return whether the elements fill their memory without gaps or overlap, in some order."""
+    expected = 1
+    for stride, length in sorted(zip(value.stride(), value.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _describe(value: Tensor) -> str:
+    kind = type(value)
+    if value.device.type == "meta":
+        return "meta tensor"
+    return f"{kind.__module__}.{kind.__qualname__}"
