@@ -1,0 +1,88 @@
+"""A save on its way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from ..errors import DeadlineError
+
+__all__ = ["PendingSave"]
+
+T = TypeVar("T")
+
+
+class PendingSave(Generic[T]):
+    """The handle of a save that is being written in the background.
+
+    The state was copied before the handle was returned, so training may go on. The checkpoint is
+    committed once :meth:`wait` returns.
+
+    Attributes:
+        name: Name of the checkpoint. It gets a suffix when its folder was taken.
+        stats: Bytes and seconds of the save, complete once it is done.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stats: Mapping[str, Any] = {}
+        self.was_reported = False
+        self._done = threading.Event()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Return whether the save has ended, well or badly."""
+        return self._done.is_set()
+
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        """Wait for the end and return the error of the save, or ``None`` if it was committed.
+
+        Raises:
+            DeadlineError: It did not end within ``timeout_s`` seconds.
+        """
+        self._await(timeout_s)
+        self.was_reported = True
+        return self._error
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Wait until the checkpoint is committed and return it.
+
+        Args:
+            timeout_s: How long to wait, in seconds; ``None`` waits for as long as it takes.
+
+        Raises:
+            DeadlineError: It did not end in time; it goes on in the background.
+            CheckpointError: The save failed; earlier checkpoints are intact.
+        """
+        self._await(timeout_s)
+        self.was_reported = True
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def succeed(self, result: T) -> None:
+        """End well. For the engine."""
+        self._result = result
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End badly. For the engine."""
+        self._error = error
+        self._done.set()
+
+    def _await(self, timeout_s: float | None) -> None:
+        if not self._done.wait(timeout_s):
+            raise DeadlineError(
+                f"The save of {self.name} was not committed within {timeout_s:g} s.",
+                safe="It goes on in the background; earlier checkpoints are intact.",
+                hint="Wait longer, or look at the place it is written to with: milepost doctor.",
+                name=self.name,
+            )
+
+    def __repr__(self) -> str:
+        state = "on its way"
+        if self.done():
+            state = "failed" if self._error is not None else "committed"
+        return f"<PendingSave {self.name}: {state}>"

@@ -1,0 +1,123 @@
+"""The plan: which tensor lies where in which part, and where that is in the arena.
+
+Tensors of one part are sorted by element size, so that each is aligned to its own elements. What a
+run does not train goes into a part of its own, which can be shared with the checkpoint before. The
+plan depends on names, dtypes and shapes alone and is used again as long as those stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..format.header import ITEM_SIZES, PAGE_BYTES, StoredTensor, encode_header
+from ..format.layout import part_file
+from ..tensors.pack import Leaf, PackedItem
+
+__all__ = ["PartPlan", "Plan", "make_plan"]
+
+FROZEN = "frozen"
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """The layout of one part.
+
+    Attributes:
+        file: Its file name.
+        item: The item it belongs to.
+        header: Length field and header, a whole number of pages.
+        tensors: Entries in file order.
+        leaves: Index into the item's leaves for each entry.
+        size_bytes: Size of the file.
+        arena_start: Where it begins in the arena; page aligned.
+        is_frozen: Whether it holds only tensors that the run does not train.
+    """
+
+    file: str
+    item: str
+    header: bytes
+    tensors: tuple[StoredTensor, ...]
+    leaves: tuple[int, ...]
+    size_bytes: int
+    arena_start: int
+    is_frozen: bool
+
+    @property
+    def arena_stop(self) -> int:
+        """Return the end of its bytes in the arena."""
+        return self.arena_start + self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The layout of a whole checkpoint.
+
+    Attributes:
+        parts: Its parts.
+        arena_bytes: Memory that they take together.
+        signature: Names, dtypes and shapes that it was made for.
+    """
+
+    parts: tuple[PartPlan, ...]
+    arena_bytes: int
+    signature: Any
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the sum of the sizes of the parts."""
+        return sum(part.size_bytes for part in self.parts)
+
+
+def make_plan(items: Sequence[PackedItem], previous: Plan | None = None) -> Plan:
+    """Lay out the parts of a state.
+
+    Args:
+        items: The state, taken apart.
+        previous: Returned as it is when it was made for a state of the same structure.
+    """
+    signature = [
+        (item.name, [(leaf.key, leaf.code, leaf.shape, leaf.is_frozen) for leaf in item.leaves])
+        for item in items
+    ]
+    if previous is not None and previous.signature == signature:
+        return previous
+    parts: list[PartPlan] = []
+    start = 0
+    for item in items:
+        frozen = [i for i, leaf in enumerate(item.leaves) if leaf.is_frozen]
+        others = [i for i, leaf in enumerate(item.leaves) if not leaf.is_frozen]
+        for chosen, is_frozen in ((others, False), (frozen, True)):
+            if chosen:
+                part = _plan_part(item, chosen, is_frozen=is_frozen, arena_start=start)
+                parts.append(part)
+                start = -(-part.arena_stop // PAGE_BYTES) * PAGE_BYTES
+    return Plan(tuple(parts), start, signature)
+
+
+def _plan_part(
+    item: PackedItem, chosen: Sequence[int], *, is_frozen: bool, arena_start: int
+) -> PartPlan:
+    def alignment(index: int) -> int:
+        leaf = item.leaves[index]
+        # Raw bytes of a dtype without a code are still copied as that dtype.
+        return max(ITEM_SIZES[leaf.code], leaf.tensor.itemsize)
+
+    order = sorted(chosen, key=alignment, reverse=True)
+    described: list[Leaf] = [item.leaves[index] for index in order]
+    header, tensors = encode_header(
+        [(leaf.key, leaf.code, leaf.shape, leaf.num_bytes) for leaf in described],
+        metadata={"format": "pt"},
+    )
+    size = tensors[-1].stop
+    return PartPlan(
+        file=part_file(item.name, variant=FROZEN if is_frozen else ""),
+        item=item.name,
+        header=header,
+        tensors=tuple(tensors),
+        leaves=tuple(order),
+        size_bytes=size,
+        arena_start=arena_start,
+        is_frozen=is_frozen,
+    )

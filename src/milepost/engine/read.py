@@ -1,0 +1,304 @@
+"""Reading: blocks come from the store in several threads and are checked before a byte is used.
+
+A tensor is never built from bytes whose checksum was not verified. Only the blocks that hold wanted
+bytes are read; each is read once, into page-aligned memory, and its wanted ranges are copied to
+where they belong.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DamagedError, FormatError, MissingError
+from ..format import canonical
+from ..format.digest import BLOCK_BYTES, crc32c
+from ..format.header import StoredTensor, parse_header, parse_header_length
+from ..format.layout import INDEX
+from ..format.manifest import FileEntry, Manifest, check_version
+from ..state.source import TensorInfo
+from ..stores.base import Reader, Store
+
+__all__ = ["CheckpointSource", "read_file"]
+
+NUM_THREADS = 2
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Bytes ``start:stop`` of a file and the flat bytes of the tensor they go to."""
+
+    start: int
+    stop: int
+    destination: Tensor
+
+
+class CheckpointSource:
+    """A committed checkpoint as a source of state.
+
+    Args:
+        store: The run's store.
+        folder: The checkpoint's folder in it; ``""`` if the store begins there.
+        manifest: Its manifest.
+        progress: Called with the number of bytes of each block that was read.
+    """
+
+    def __init__(
+        self, store: Store, folder: str, manifest: Manifest, *, progress: Progress | None = None
+    ) -> None:
+        self.name = manifest.name
+        self.manifest = manifest
+        self._store = store
+        self._folder = folder
+        self._progress = progress
+        self._index: Mapping[str, Any] | None = None
+        self._tables: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
+
+    @property
+    def trees(self) -> Mapping[str, Any]:
+        """Return the tree of every item."""
+        return {item: entry["tree"] for item, entry in self._items().items()}
+
+    def files(self, item: str) -> list[str]:
+        """Return the parts of an item."""
+        entry = self._items().get(item)
+        if entry is None:
+            raise MissingError(f"{self.name} holds no item {item!r}.")
+        return list(entry["files"])
+
+    def tensors(self, item: str) -> Mapping[str, TensorInfo]:
+        """Return what each dense tensor of an item is."""
+        return {k: TensorInfo(e.dtype, e.shape) for k, (_, e) in self._table(item).items()}
+
+    def entries(self, item: str) -> Mapping[str, tuple[str, StoredTensor]]:
+        """Return file and place of each dense tensor of an item."""
+        return self._table(item)
+
+    def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
+        """Read tensors into existing ones. See ``StateSource.read``."""
+        ranges: dict[str, list[_Range]] = defaultdict(list)
+        copies: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            for item, key, destination in wanted:
+                file, entry = self._table(item)[key]
+                if entry.start == entry.stop:
+                    continue
+                target = destination
+                if destination.device.type != "cpu" or not destination.is_contiguous():
+                    target = torch.empty(destination.shape, dtype=destination.dtype)
+                    copies.append((destination, target))
+                flat = target.view(-1) if target.dim() else target.view(1)
+                flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+                ranges[file].append(_Range(entry.start, entry.stop, flat))
+            _BlockReads(self._store, self._key, self.manifest, self._progress).run(ranges)
+            for destination, target in copies:
+                destination.copy_(target)
+
+    def _key(self, path: str) -> str:
+        return f"{self._folder}/{path}" if self._folder else path
+
+    def _items(self) -> Mapping[str, Any]:
+        if self._index is None:
+            where = self._key(INDEX)
+            data = read_file(self._store, where, self.manifest.file(INDEX))
+            self._index = _check_index(canonical.load(data, where=where), where)
+        items: Mapping[str, Any] = self._index["items"]
+        return items
+
+    def _table(self, item: str) -> dict[str, tuple[str, StoredTensor]]:
+        table = self._tables.get(item)
+        if table is None:
+            table = {}
+            for file in self.files(item):
+                for key, entry in self._header(file).items():
+                    if key in table:
+                        raise FormatError(f"{self.name}: two parts of {item} hold {key!r}.")
+                    table[key] = (file, entry)
+            self._tables[item] = table
+        return table
+
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        entry = self.manifest.file(file)
+        where = self._key(file)
+        reader = self._store.open_reader(where)
+        try:
+            _check_size(reader, entry, where)
+            first = _read_checked(reader, entry, 0, where)
+            length = parse_header_length(first[:8], size_bytes=entry.size_bytes, where=where)
+            header = bytearray(first)
+            block = 1
+            while len(header) < 8 + length:
+                header += _read_checked(reader, entry, block, where)
+                block += 1
+        finally:
+            reader.close()
+        return parse_header(
+            bytes(header[8 : 8 + length]), size_bytes=entry.size_bytes, where=where
+        )
+
+
+def read_file(store: Store, key: str, entry: FileEntry) -> bytes:
+    """Read a whole file and check it.
+
+    Raises:
+        MissingError: It is not there.
+        DamagedError: Its size or a checksum does not match.
+    """
+    reader = store.open_reader(key)
+    try:
+        _check_size(reader, entry, key)
+        return b"".join(_read_checked(reader, entry, n, key) for n in range(len(entry.crcs)))
+    finally:
+        reader.close()
+
+
+def _check_index(index: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(index, dict) or not isinstance(index.get("items"), dict):
+        raise FormatError(f"{where} is not an index.", path=where)
+    check_version(index.get("format"), where=where)
+    for entry in index["items"].values():
+        files = entry.get("files") if isinstance(entry, dict) else None
+        if not isinstance(files, list) or "tree" not in entry:
+            raise FormatError(f"{where} is not an index.", path=where)
+    return index
+
+
+def _check_size(reader: Reader, entry: FileEntry, where: str) -> None:
+    if reader.size_bytes != entry.size_bytes:
+        raise DamagedError(
+            f"{where} has {reader.size_bytes:,} bytes; {entry.size_bytes:,} were written.",
+            hint="Load an earlier checkpoint; resume does so by itself.",
+            path=where,
+            expected=entry.size_bytes,
+            found=reader.size_bytes,
+        )
+
+
+def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> bytes:
+    start = block * BLOCK_BYTES
+    length = min(BLOCK_BYTES, entry.size_bytes - start)
+    if length <= 0:
+        raise FormatError(f"The header of {where} goes past the end of the file.", path=where)
+    with mmap.mmap(-1, length) as memory:
+        view = memoryview(memory)
+        try:
+            reader.read_into(start, view[:length])
+            _check_block(view[:length], entry, block, where, ())
+            return bytes(view[:length])
+        finally:
+            view.release()
+
+
+def _check_block(
+    data: memoryview, entry: FileEntry, block: int, where: str, tensors: Iterable[str]
+) -> None:
+    found = crc32c(data)
+    if found != entry.crcs[block]:
+        named = ", ".join(tensors)
+        raise DamagedError(
+            f"Block {block} of {where} (bytes {block * BLOCK_BYTES:,} to "
+            f"{block * BLOCK_BYTES + len(data):,}) is damaged"
+            + (f"; it holds {named}." if named else "."),
+            hint="Load an earlier checkpoint; resume does so by itself.",
+            path=where,
+            block=block,
+            expected=f"{entry.crcs[block]:08x}",
+            found=f"{found:08x}",
+        )
+
+
+class _BlockReads:
+    """Reads the blocks of several files in threads."""
+
+    def __init__(
+        self,
+        store: Store,
+        key: Callable[[str], str],
+        manifest: Manifest,
+        progress: Progress | None,
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._manifest = manifest
+        self._progress = progress
+        self._queue: SimpleQueue[tuple[Reader, FileEntry, int, list[_Range]]] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def run(self, ranges: Mapping[str, list[_Range]]) -> None:
+        readers: list[Reader] = []
+        try:
+            for file, wanted in ranges.items():
+                entry = self._manifest.file(file)
+                reader = self._store.open_reader(self._key(file))
+                readers.append(reader)
+                _check_size(reader, entry, self._key(file))
+                for block, parts in _by_block(wanted).items():
+                    self._queue.put((reader, entry, block, parts))
+            helpers = [
+                threading.Thread(target=self._work, name=f"milepost-read-{n}")
+                for n in range(1, min(NUM_THREADS, self._queue.qsize()))
+            ]
+            for helper in helpers:
+                helper.start()
+            self._work()
+            for helper in helpers:
+                helper.join()
+        finally:
+            for reader in readers:
+                reader.close()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            memory = mmap.mmap(-1, BLOCK_BYTES)
+            buffer, view = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
+            with torch.no_grad():
+                while self._error is None:
+                    try:
+                        job = self._queue.get_nowait()
+                    except Empty:
+                        return
+                    self._read(*job, buffer, view)
+        except BaseException as error:  # noqa: BLE001 - handed to run(), which raises it
+            with self._lock:
+                self._error = self._error or error
+
+    def _read(
+        self,
+        reader: Reader,
+        entry: FileEntry,
+        block: int,
+        parts: list[_Range],
+        buffer: Tensor,
+        view: memoryview,
+    ) -> None:
+        start = block * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, entry.size_bytes)
+        reader.read_into(start, view[: stop - start])
+        _check_block(view[: stop - start], entry, block, self._key(entry.path), ())
+        for part in parts:
+            low, high = max(part.start, start), min(part.stop, stop)
+            part.destination[low - part.start : high - part.start].copy_(
+                buffer[low - start : high - start]
+            )
+        if self._progress is not None:
+            self._progress(stop - start)
+
+
+def _by_block(wanted: Iterable[_Range]) -> dict[int, list[_Range]]:
+    blocks: dict[int, list[_Range]] = defaultdict(list)
+    for part in wanted:
+        for block in range(part.start // BLOCK_BYTES, (part.stop - 1) // BLOCK_BYTES + 1):
+            blocks[block].append(part)
+    return dict(sorted(blocks.items()))

@@ -1,0 +1,357 @@
+"""Saving: capture, plan and stage in the caller's thread; write and commit in the background.
+
+    caller's thread                       background thread
+    wait for the save before              claim a folder
+    plan (used again while it fits)       write the parts, checksummed
+    stage: one copy into the arena   ->   write the index
+    return a PendingSave                  publish the manifest
+                                          after the commit: pointers, retention
+
+There is one arena and so at most one save in flight; a save that is due while another is being
+written waits for it. The thread that writes is no daemon: a process that ends waits for its save.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import platform
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, FencedError
+from ..format.layout import INDEX
+from ..format.manifest import FORMAT_VERSION, FileEntry, Manifest
+from ..runs.publish import Claim, abandon, claim, publish
+from ..runs.sessions import Session
+from ..stores.base import Store
+from ..tensors.pack import PackedItem
+from ..tensors.unpack import unpack_item
+from ..version import __version__
+from .arena import Arena
+from .pending import PendingSave
+from .plan import Plan, make_plan
+from .single import SUFFIXES, check_plain, encode_single
+from .stage import StagedPart, Stager
+from .write import FileJob, file_job, write_files
+
+__all__ = ["SaveRequest", "Saver"]
+
+_log = logging.getLogger("milepost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What a checkpoint says about itself.
+
+    Attributes:
+        name: Wanted name.
+        reason: See ``Manifest.reason``.
+        is_final: Whether training has ended.
+        time: The timer's counters.
+        metrics: Numbers by name.
+        notes: What a resume cannot reproduce exactly.
+    """
+
+    name: str
+    reason: str
+    is_final: bool = False
+    time: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Saver:
+    """Writes the checkpoints of one session.
+
+    Args:
+        store: The run's store.
+        session: The settled session.
+        layout: ``milepost``, or ``torch`` for single files.
+        compression: For single files; see ``single.SUFFIXES``.
+        link_unchanged: Whether frozen parts that did not change share the file of the checkpoint
+            before.
+        on_commit: Called in the background thread after a checkpoint was committed.
+        clock: Returns the seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        session: Session,
+        *,
+        layout: str = "milepost",
+        compression: str = "",
+        link_unchanged: bool = True,
+        on_commit: Callable[[Manifest], None] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = store
+        self.session = session
+        self._layout = layout
+        self._compression = compression
+        self._link_unchanged = link_unchanged
+        self._on_commit = on_commit
+        self._clock = clock
+        self._stager = Stager(Arena())
+        self._plan: Plan | None = None
+        self._attempt = 0
+        self._parent = session.origin.name if session.origin else None
+        self._linkable: dict[str, tuple[str, FileEntry]] = {}
+        self._current: PendingSave[Manifest] | None = None
+        self._fenced: FencedError | None = None
+
+    @property
+    def in_flight(self) -> PendingSave[Manifest] | None:
+        """Return the save that is being written, if any."""
+        current = self._current
+        return current if current is not None and not current.done() else None
+
+    def save(self, items: Sequence[PackedItem], request: SaveRequest) -> PendingSave[Manifest]:
+        """Copy a state and write it in the background.
+
+        Args:
+            items: The state, with live tensors. They may change once this returns.
+            request: What the checkpoint says about itself.
+
+        Raises:
+            FencedError: A newer session owns the run.
+        """
+        if self._fenced is not None:
+            raise self._fenced
+        started_s = time.perf_counter()
+        if self._current is not None:
+            self._current.exception()
+        waited_s = time.perf_counter() - started_s
+        self._plan = make_plan(items, self._plan)
+        planned_s = time.perf_counter() - started_s - waited_s
+        staged = self._stager.stage(self._plan, items)
+        for part in staged:
+            if not part.is_unchanged:
+                self._linkable.pop(part.plan.file, None)
+        blocking_s = time.perf_counter() - started_s
+        stats = {
+            "state_bytes": self._plan.size_bytes,
+            "wait_s": waited_s,
+            "plan_s": planned_s,
+            "stage_s": blocking_s - waited_s - planned_s,
+            "blocking_s": blocking_s,
+        }
+        self._attempt += 1
+        pending: PendingSave[Manifest] = PendingSave(request.name)
+        trees = {item.name: item.tree for item in items}
+        work = _Work(request, self._attempt, staged, trees, stats, pending)
+        self._current = pending
+        threading.Thread(target=self._run, args=(work,), name="milepost-save").start()
+        return pending
+
+    def _run(self, work: _Work) -> None:
+        try:
+            manifest = self._commit(work)
+            work.pending.stats = work.stats
+            if self._on_commit is not None:
+                self._on_commit(manifest)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            if isinstance(error, FencedError):
+                self._fenced = error
+            work.pending.stats = work.stats
+            work.pending.fail(error)
+        else:
+            work.pending.succeed(manifest)
+
+    def _commit(self, work: _Work) -> Manifest:
+        held = claim(self.store, self.session, work.request.name, work.attempt)
+        work.pending.name = held.folder
+        try:
+            manifest = self._write(held, work)
+        except BaseException as error:
+            if not isinstance(error, FencedError):
+                self._abandon(held, error)
+            raise
+        started_s = time.perf_counter()
+        try:
+            publish(self.store, self.session, manifest)
+        except FencedError:
+            raise
+        except CheckpointError as error:
+            self._abandon(held, error)
+            raise
+        work.stats["commit_s"] = time.perf_counter() - started_s
+        if "/" not in held.folder:
+            self._parent = held.folder
+            for entry in manifest.files:
+                self._linkable[entry.path] = (held.folder, entry)
+        return manifest
+
+    def _abandon(self, held: Claim, error: BaseException) -> None:
+        """Remove what a failed attempt wrote; say so where that fails too."""
+        try:
+            left = abandon(self.store, held.folder)
+        except CheckpointError as second:
+            _log.warning("After %s: %s was not removed: %s", error, held.folder, second)
+            return
+        if left:
+            _log.warning("After a failed save %s could not be removed: %s", held.folder, left)
+
+    def _write(self, held: Claim, work: _Work) -> Manifest:
+        started_s = time.perf_counter()
+        if self._layout == "torch" and "/" not in held.folder:
+            entries, linked = self._write_single(held, work), []
+            layout = "torch"
+        else:
+            entries, linked = self._write_parts(held, work)
+            layout = "milepost"
+        work.stats["write_s"] = time.perf_counter() - started_s
+        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
+        work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
+        request = work.request
+        return Manifest(
+            name=held.folder,
+            run_id=self.session.run_id,
+            session=self.session.number,
+            attempt=held.attempt,
+            write_id=held.write_id,
+            parent=self._parent,
+            reason=request.reason,
+            is_final=request.is_final,
+            created_s=self._clock(),
+            time=request.time,
+            metrics=request.metrics,
+            world_size=1,
+            layout=layout,
+            items=tuple(work.trees),
+            files=tuple(sorted((*entries, *linked), key=lambda entry: entry.path)),
+            software=_software(),
+            notes=request.notes,
+            stats=dict(work.stats),
+        )
+
+    def _write_parts(
+        self, held: Claim, work: _Work
+    ) -> tuple[list[FileEntry], list[FileEntry]]:
+        jobs: list[FileJob] = []
+        linked: list[FileEntry] = []
+        for part in work.staged:
+            entry = self._try_link(held, part)
+            if entry is not None:
+                linked.append(entry)
+                continue
+            plan = part.plan
+            data = self._stager.arena.view(plan.arena_start, plan.arena_stop)
+            jobs.append(file_job(f"{held.folder}/{plan.file}", plan.file, data))
+        for path, document in _documents(work).items():
+            jobs.append(file_job(f"{held.folder}/{path}", path, _aligned(document)))
+        return write_files(self.store, jobs), linked
+
+    def _try_link(self, held: Claim, part: StagedPart) -> FileEntry | None:
+        """Share the file of an unchanged part; ``None`` if it has to be written."""
+        path = part.plan.file
+        if not (self._link_unchanged and part.is_unchanged and path in self._linkable):
+            return None
+        if "/" in held.folder or not self.store.traits.hard_links:
+            return None
+        folder, entry = self._linkable[path]
+        try:
+            self.store.link(f"{folder}/{path}", f"{held.folder}/{path}")
+        except CheckpointError as error:
+            _log.info("Could not link %s of %s (%s); it is written again.", path, folder, error)
+            return None
+        return replace(entry, linked_from=folder)
+
+    def _write_single(self, held: Claim, work: _Work) -> list[FileEntry]:
+        tensors = {
+            (part.plan.item, entry.key): self._staged_tensor(part, index)
+            for part in work.staged
+            for index, entry in enumerate(part.plan.tensors)
+        }
+
+        def build(item: str) -> Any:
+            def get(key: str) -> Tensor:
+                return tensors[item, key]
+
+            return unpack_item(work.trees[item], get)
+
+        value = layout_state({item: build(item) for item in work.trees})
+        check_plain(value, ("checkpoint",))
+        path = f"{held.folder}{SUFFIXES[self._compression]}"
+        blocks = encode_single(value, compression=self._compression)
+        return write_files(self.store, [FileJob(f"{held.folder}/{path}", path, blocks)])
+
+    def _staged_tensor(self, part: StagedPart, index: int) -> Tensor:
+        from ..state.source import TensorInfo, new_tensor
+
+        entry = part.plan.tensors[index]
+        if entry.start == entry.stop:
+            return new_tensor(TensorInfo(entry.dtype, entry.shape))
+        start = part.plan.arena_start
+        raw = self._stager.arena.tensor(start + entry.start, start + entry.stop)
+        empty = new_tensor(TensorInfo(entry.dtype, ()))
+        return raw.view(empty.dtype).view(entry.shape).clone()
+
+
+@dataclass(slots=True)
+class _Work:
+    """One save on its way through the background thread."""
+
+    request: SaveRequest
+    attempt: int
+    staged: Sequence[StagedPart]
+    trees: Mapping[str, Any]
+    stats: dict[str, Any]
+    pending: PendingSave[Manifest]
+
+
+def layout_state(items: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrange items as readers get them: ``{"state": {...}, "rng": [...]}``."""
+    state = {name: value for name, value in items.items() if name != "rng"}
+    return {"state": state, "rng": items.get("rng", [])}
+
+
+def _documents(work: _Work) -> dict[str, bytes]:
+    """Return the JSON files of a checkpoint by path."""
+    files: dict[str, list[str]] = {name: [] for name in work.trees}
+    weights: dict[str, dict[str, str]] = {name: {} for name in work.trees}
+    for part in work.staged:
+        files[part.plan.item].append(part.plan.file)
+        weights[part.plan.item].update((entry.key, part.plan.file) for entry in part.plan.tensors)
+    index = {
+        "format": FORMAT_VERSION,
+        "items": {
+            name: {"tree": tree, "files": files[name]} for name, tree in work.trees.items()
+        },
+    }
+    documents = {INDEX: _json(index)}
+    for name, parts in files.items():
+        if len(parts) > 1:
+            # Several parts of whole tensors: the index that other tools look for.
+            total = sum(p.plan.size_bytes for p in work.staged if p.plan.item == name)
+            table = {"metadata": {"total_size": total}, "weight_map": weights[name]}
+            documents[f"{name}.safetensors.index.json"] = _json(table)
+    return documents
+
+
+def _json(value: Any) -> bytes:
+    """Encode without sorting: the order of a dict is part of the state."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _aligned(data: bytes) -> memoryview:
+    """Return a page-aligned copy that is readable up to the next page border."""
+    memory = mmap.mmap(-1, max(len(data), 1))
+    memory[: len(data)] = data
+    return memoryview(memory)[: len(data)]
+
+
+def _software() -> dict[str, str]:
+    return {
+        "milepost": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,128 @@
+"""Writing: blocks go from memory to the store from several threads, checksummed on the way.
+
+The checksum of a block is taken from the staged memory right before that memory is written, while
+it is hot in the cache. Hashing and writing release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from ..format.digest import BLOCK_BYTES, block_count, crc32c
+from ..format.manifest import FileEntry
+from ..stores.base import Store, Writer
+
+__all__ = ["FileJob", "file_job", "write_files"]
+
+NUM_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FileJob:
+    """A file to write.
+
+    Attributes:
+        key: Its key in the store.
+        path: Its path in the checkpoint's folder.
+        blocks: Its bytes in blocks of ``digest.BLOCK_BYTES``, the last one shorter; each page
+            aligned and readable up to the next page border.
+    """
+
+    key: str
+    path: str
+    blocks: Sequence[memoryview]
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the file."""
+        return sum(len(block) for block in self.blocks)
+
+
+def file_job(key: str, path: str, data: memoryview) -> FileJob:
+    """Return the job of writing one contiguous range of memory."""
+    starts = range(0, len(data), BLOCK_BYTES)
+    return FileJob(key, path, [data[start : start + BLOCK_BYTES] for start in starts])
+
+
+def write_files(
+    store: Store, jobs: Sequence[FileJob], *, num_threads: int = NUM_THREADS
+) -> list[FileEntry]:
+    """Write files and make them durable.
+
+    Returns:
+        One entry a file, in the order of the jobs, with its checksums.
+
+    Raises:
+        CheckpointError: The first error of any thread; all files of the call were dropped.
+    """
+    if not jobs:
+        return []
+    return _Pipeline(store, jobs).run(num_threads)
+
+
+class _Pipeline:
+    def __init__(self, store: Store, jobs: Sequence[FileJob]) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._crcs = [[0] * block_count(job.size_bytes) for job in jobs]
+        self._left = [len(job.blocks) for job in jobs]
+        self._writers: list[Writer] = []
+        self._queue: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def run(self, num_threads: int) -> list[FileEntry]:
+        try:
+            for job in self._jobs:
+                self._writers.append(self._store.create_writer(job.key, job.size_bytes))
+            for index, job in enumerate(self._jobs):
+                for block in range(len(job.blocks)):
+                    self._queue.put((index, block))
+            helpers = [
+                threading.Thread(target=self._work, name=f"milepost-write-{n}")
+                for n in range(1, min(num_threads, self._queue.qsize()))
+            ]
+            for helper in helpers:
+                helper.start()
+            self._work()
+            for helper in helpers:
+                helper.join()
+            if self._error is not None:
+                raise self._error
+            for index, job in enumerate(self._jobs):
+                if not job.blocks:
+                    self._writers[index].close()
+        except BaseException:
+            for writer in self._writers:
+                writer.abort()
+            raise
+        return [
+            FileEntry(job.path, job.size_bytes, tuple(crcs))
+            for job, crcs in zip(self._jobs, self._crcs, strict=True)
+        ]
+
+    def _work(self) -> None:
+        try:
+            while self._error is None:
+                try:
+                    index, block = self._queue.get_nowait()
+                except Empty:
+                    return
+                self._write(index, block)
+        except BaseException as error:  # noqa: BLE001 - handed to run(), which raises it
+            with self._lock:
+                self._error = self._error or error
+
+    def _write(self, index: int, block: int) -> None:
+        data = self._jobs[index].blocks[block]
+        self._crcs[index][block] = crc32c(data)
+        self._writers[index].write_at(block * BLOCK_BYTES, data)
+        with self._lock:
+            self._left[index] -= 1
+            is_last = self._left[index] == 0
+        if is_last:
+            # The thread that wrote the last block makes the file durable while the other goes on.
+            self._writers[index].close()
