@@ -1,0 +1,66 @@
+"""Pins: checkpoints that retention must leave alone.
+
+The key alone protects; what stands in it is for people. So a pin that cannot be read protects too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..errors import FormatError, MissingError, StorageError
+from ..format.canonical import dump_record, load_record
+from ..format.layout import MANIFEST, PINS, pin_key
+from ..format.manifest import FORMAT_VERSION
+from ..stores.base import Store
+from .folders import check_folder, file_key
+
+__all__ = ["is_pinned", "list_pins", "pin", "unpin"]
+
+UNREADABLE = "(this pin cannot be read; it counts)"
+
+
+def pin(store: Store, name: str, note: str = "", *, clock: Callable[[], float] = time.time) -> None:
+    """Protect a checkpoint from retention; pinning it again replaces the note.
+
+    Raises:
+        MissingError: There is no such checkpoint.
+    """
+    check_folder(name)
+    try:
+        store.head(file_key(name, MANIFEST))
+    except MissingError as error:
+        raise MissingError(
+            f"There is no checkpoint {name} at {store.url} to pin.", path=store.url, name=name
+        ) from error
+    fields = {"format": FORMAT_VERSION, "name": name, "note": note, "created_s": clock()}
+    store.put(pin_key(name), dump_record(fields))
+
+
+def unpin(store: Store, name: str) -> None:
+    """Let retention decide about a checkpoint again. One that is not pinned is no error."""
+    store.delete(pin_key(check_folder(name)))
+
+
+def is_pinned(store: Store, name: str) -> bool:
+    """Return whether a checkpoint is pinned. An error of the store is raised, never "no"."""
+    try:
+        store.head(pin_key(name))
+    except MissingError:
+        return False
+    return True
+
+
+def list_pins(store: Store) -> dict[str, str]:
+    """Return the notes of all pins by the names they protect."""
+    pins = {}
+    for entry in store.list(PINS):
+        name = entry.key[len(PINS) + 1 :].removesuffix(".json")
+        try:
+            fields = load_record(store.get(entry.key, max_bytes=1024 * 1024), where=entry.key)
+            pins[name] = str(fields.get("note", ""))
+        except MissingError:
+            continue  # unpinned since the listing
+        except (FormatError, StorageError):
+            pins[name] = UNREADABLE
+    return pins

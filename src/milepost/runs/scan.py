@@ -1,0 +1,344 @@
+"""What is in a run: every checkpoint with its state, and which of them count.
+
+Everything is derived from the store each time; nothing is remembered. Costs three small requests
+per checkpoint, and never reads a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Real
+from typing import Any
+
+from ..errors import (
+    CheckpointError,
+    DamagedError,
+    FormatError,
+    MissingError,
+    StorageError,
+    UsageError,
+)
+from ..format.canonical import load_record
+from ..format.layout import ATTEMPT, DELETED, DIAGNOSTIC_FOLDERS, MANIFEST, check_name, from_key
+from ..format.manifest import Manifest
+from ..stores.base import Store
+from .folders import NOT_CHECKPOINTS, file_key
+from .pins import list_pins
+from .sessions import RunRecord, Session, list_sessions, read_run
+
+__all__ = ["Found", "RunView", "State", "number_of", "read_manifest", "scan"]
+
+_MAX_MANIFEST_BYTES = 32 * 1024 * 1024
+_MAX_RECORD_BYTES = 1024 * 1024
+
+
+class State(str, Enum):
+    """What a folder of a run is.
+
+    ``COMMITTED`` counts. ``ORPHANED`` is whole, but the run went on from before it. ``INCOMPLETE``
+    was claimed and never committed. ``DAMAGED`` has a commit that cannot be read. ``DELETING`` is
+    no longer a checkpoint, its files are being removed. ``DIAGNOSTIC`` shows what went wrong and
+    is never resumed from.
+    """
+
+    COMMITTED = "committed"
+    ORPHANED = "orphaned"
+    INCOMPLETE = "incomplete"
+    DAMAGED = "damaged"
+    DELETING = "deleting"
+    DIAGNOSTIC = "diagnostic"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One folder of a run.
+
+    Attributes:
+        name: Its folder: ``ep3``, or ``nan/ba37``.
+        state: What it is.
+        manifest: The commit, if it can be read.
+        error: Why it cannot be read.
+        is_pinned: Whether retention must leave it alone.
+        size_bytes: Sum of its files: as committed, or as found where there is no commit.
+        modified_s: When its newest record was written, by the store's clock.
+        session: Number of the session that wrote it, if known.
+        attempt: Number of the attempt within the session, if known.
+    """
+
+    name: str
+    state: State
+    manifest: Manifest | None
+    error: CheckpointError | None
+    is_pinned: bool
+    size_bytes: int
+    modified_s: float
+    session: int | None = None
+    attempt: int | None = None
+
+    @property
+    def order(self) -> tuple[int, int, int, str]:
+        """Return what folders of a run are sorted by, the unknown ones last."""
+        if self.session is None or self.attempt is None:
+            return (1, 0, 0, self.name)
+        return (0, self.session, self.attempt, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run as it was at one moment.
+
+    Attributes:
+        run: Its identity.
+        sessions: Every session, the oldest first.
+        found: Every folder, by session and attempt.
+        pins: Notes of the pins by checkpoint.
+    """
+
+    run: RunRecord
+    sessions: tuple[Session, ...]
+    found: tuple[Found, ...]
+    pins: Mapping[str, str]
+
+    def lineage(self) -> list[Found]:
+        """Return the checkpoints that count, the oldest first."""
+        return [found for found in self.found if found.state is State.COMMITTED]
+
+    def latest(self) -> Found | None:
+        """Return the newest checkpoint that counts, or ``None``."""
+        return next(reversed(self.lineage()), None)
+
+    def get(self, name: str) -> Found:
+        """Return the checkpoint of a name, whatever its state.
+
+        Raises:
+            MissingError: There is none; the message lists the names there are.
+        """
+        for found in self.found:
+            if found.name == name:
+                return found
+        names = [found.name for found in self.found]
+        known = ", ".join(names[-20:]) if names else "none"
+        raise MissingError(
+            f"There is no checkpoint {name!r} in this run. There are: {known}.",
+            name=name,
+            names=names,
+        )
+
+    def best(self, metric: str, mode: str = "min") -> Found | None:
+        """Return the checkpoint with the best value of a metric, or ``None`` if none has one.
+
+        Only checkpoints that count are compared. A missing value and NaN never win; of equal
+        values the newer checkpoint does.
+
+        Raises:
+            UsageError: The mode is neither ``min`` nor ``max``.
+        """
+        if mode not in ("min", "max"):
+            raise UsageError(f"mode={mode!r} is not a way to compare.", hint="Use min or max.")
+        best, best_value = None, 0.0
+        for found in self.lineage():
+            value = number_of(found.manifest.metrics.get(metric)) if found.manifest else None
+            if value is None:
+                continue
+            is_better = value <= best_value if mode == "min" else value >= best_value
+            if best is None or is_better:
+                best, best_value = found, value
+        return best
+
+
+def number_of(value: Any) -> float | None:
+    """Return a metric as a number, or ``None`` if it is missing, NaN or no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    number = float(value)
+    return None if math.isnan(number) else number
+
+
+def scan(store: Store) -> RunView:
+    """Look at a run.
+
+    Folders that Milepost did not make are left out. Checkpoint folders without a ``run.json``
+    beside them (copied by hand) make a run too.
+
+    Raises:
+        MissingError: There is no run and no checkpoint.
+        DamagedError: The record that says which commits count cannot be read.
+    """
+    # The order matters for a session that looks for what to go on from: see runs/sessions.py.
+    sessions = tuple(list_sessions(store))
+    pins = list_pins(store)
+    looked = [_look(store, name, pins) for name in _folders(store)]
+    found = [one for one in looked if one is not None]
+    try:
+        run = read_run(store)
+    except MissingError:
+        committed = [one.manifest for one in found if one.manifest]
+        if not committed:
+            raise
+        run = RunRecord(committed[-1].run_id, "milepost")
+    members = _members(run, sessions, found)
+    marked = (_mark(one, members) for one in found)
+    return RunView(run, sessions, tuple(sorted(marked, key=lambda one: one.order)), pins)
+
+
+def read_manifest(store: Store, name: str) -> Manifest:
+    """Return the commit of one checkpoint; ``""`` is the folder that the store stands in.
+
+    Raises:
+        MissingError: There is none.
+        DamagedError: It is torn or altered.
+        NewerFormatError: A newer Milepost wrote it.
+    """
+    key = file_key(name, MANIFEST)
+    data = store.get(key, max_bytes=_MAX_MANIFEST_BYTES)
+    return Manifest.from_bytes(data, where=f"{store.url}/{key}")
+
+
+def _folders(store: Store) -> list[str]:
+    names = []
+    for name in store.folders():
+        if name in DIAGNOSTIC_FOLDERS:
+            names += [f"{name}/{below}" for below in store.folders(name) if _may_name(below)]
+        elif name not in NOT_CHECKPOINTS and _may_name(name):
+            names.append(name)
+    return names
+
+
+def _may_name(name: str) -> bool:
+    try:
+        check_name(name)
+    except UsageError:
+        return False
+    return True
+
+
+def _look(store: Store, name: str, pins: Mapping[str, str]) -> Found | None:
+    """Return what a folder is, or ``None`` if it is not ours or is gone."""
+    is_pinned = name in pins
+    try:
+        modified_s = store.head(file_key(name, MANIFEST)).modified_s
+        manifest = read_manifest(store, name)
+    except MissingError:
+        return _look_uncommitted(store, name, is_pinned)
+    except (FormatError, StorageError) as error:
+        session, attempt = _read_attempt(store, name) or (None, None)
+        size_bytes, modified_s = _measure(store, name)
+        return Found(
+            name, State.DAMAGED, None, error, is_pinned, size_bytes, modified_s, session, attempt
+        )
+    state = State.COMMITTED
+    if _is_there(store, file_key(name, DELETED)):
+        state = State.DELETING
+    return Found(
+        name,
+        state,
+        manifest,
+        None,
+        is_pinned,
+        manifest.size_bytes,
+        modified_s,
+        manifest.session,
+        manifest.attempt,
+    )
+
+
+def _look_uncommitted(store: Store, name: str, is_pinned: bool) -> Found | None:  # noqa: FBT001
+    is_deleting = _is_there(store, file_key(name, DELETED))
+    if not is_deleting and not _is_there(store, file_key(name, ATTEMPT)):
+        return None
+    session, attempt = _read_attempt(store, name) or (None, None)
+    size_bytes, modified_s = _measure(store, name)
+    state = State.DELETING if is_deleting else State.INCOMPLETE
+    return Found(name, state, None, None, is_pinned, size_bytes, modified_s, session, attempt)
+
+
+def _read_attempt(store: Store, name: str) -> tuple[int, int] | None:
+    """Return session and attempt of a claim, or ``None`` if it is missing or cannot be read."""
+    key = file_key(name, ATTEMPT)
+    try:
+        fields = load_record(store.get(key, max_bytes=_MAX_RECORD_BYTES), where=key)
+    except (MissingError, FormatError, StorageError):
+        return None
+    session, attempt = fields.get("session"), fields.get("attempt")
+    return (session, attempt) if type(session) is int and type(attempt) is int else None
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.head(key)
+    except MissingError:
+        return False
+    return True
+
+
+def _measure(store: Store, name: str) -> tuple[int, float]:
+    entries = list(store.list(name))
+    return (
+        sum(entry.size_bytes for entry in entries),
+        max((entry.modified_s for entry in entries), default=0.0),
+    )
+
+
+def _mark(found: Found, members: set[str]) -> Found:
+    """Return a committed folder as what it is to this run."""
+    if found.state is not State.COMMITTED or found.name in members:
+        return found
+    is_apart = found.name.partition("/")[0] in DIAGNOSTIC_FOLDERS
+    state = State.DIAGNOSTIC if is_apart else State.ORPHANED
+    return Found(
+        found.name,
+        state,
+        found.manifest,
+        found.error,
+        found.is_pinned,
+        found.size_bytes,
+        found.modified_s,
+        found.session,
+        found.attempt,
+    )
+
+
+def _members(run: RunRecord, sessions: Sequence[Session], found: Sequence[Found]) -> set[str]:
+    """Return the names on the lineage."""
+    commits = [
+        one
+        for one in found
+        if one.state is State.COMMITTED and one.name.partition("/")[0] not in DIAGNOSTIC_FOLDERS
+    ]
+    if not sessions:
+        return {one.name for one in commits}
+    commits = [one for one in commits if one.manifest and one.manifest.run_id == run.run_id]
+    for session in sessions:
+        if session.problem and not session.is_settled:
+            _refuse_unknown_origin(session, commits)
+    by_number = {session.number: session for session in sessions}
+    settled = [session for session in sessions if session.is_settled]
+    members: set[str] = set()
+    number, limit = (settled[-1].number, math.inf) if settled else (0, 0.0)
+    while number:
+        members |= {
+            one.name
+            for one in commits
+            if one.session == number and one.attempt is not None and one.attempt <= limit
+        }
+        origin = by_number[number].origin if number in by_number else None
+        number, limit = (origin.session, origin.attempt) if origin else (0, 0.0)
+    return members
+
+
+def _refuse_unknown_origin(session: Session, commits: Sequence[Found]) -> None:
+    """Refuse to guess: a session that published went on from something."""
+    if any(one.session == session.number for one in commits):
+        raise DamagedError(
+            f"It is not known what session {session.number} went on from: {session.problem}",
+            safe="Every checkpoint is still there and can be loaded by its name.",
+            hint="Restore the record from a copy of the run, or start a new run from one "
+            "checkpoint by name.",
+            path=from_key(session.number),
+        )

@@ -1,0 +1,310 @@
+"""Is a checkpoint whole? Quickly, by its records and sizes, or fully, by every byte.
+
+Quick: the seal of the manifest, every file with its exact size, the checksums of the JSON files,
+and the header of every part. It costs a few small reads per file and finds what crashes and
+half-done copies leave behind. Full: the CRC32C of every block of every file as well, which finds a
+single flipped bit and names the file, the block and the tensors that it lies in.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from queue import SimpleQueue
+
+from ..errors import CheckpointError, FormatError, MissingError, StorageError
+from ..format.digest import BLOCK_BYTES, block_crcs, crc32c
+from ..format.header import PAGE_BYTES, StoredTensor, parse_header, parse_header_length
+from ..format.layout import MANIFEST
+from ..format.manifest import FileEntry, Manifest
+from ..stores.base import Reader, Store
+from .folders import file_key, is_diagnostic
+from .scan import Found, RunView, State, read_manifest
+
+__all__ = ["Level", "Problem", "VerifyReport", "newest_good", "verify"]
+
+_NUM_THREADS = 2
+_MAX_SMALL_BYTES = 64 * 1024 * 1024
+_MAX_NAMED_TENSORS = 20
+
+
+class Level(str, Enum):
+    """How closely to look."""
+
+    QUICK = "quick"
+    FULL = "full"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a checkpoint.
+
+    Attributes:
+        path: The file, relative to the checkpoint's folder.
+        block: Number of the block of 8 MiB, or ``None`` if it is about the whole file.
+        expected: What should be there: a size in bytes, or a checksum in hex.
+        found: What is there.
+        text: All of it in a sentence.
+        tensors: Names of the tensors that the block holds bytes of, where they are known.
+    """
+
+    path: str
+    block: int | None
+    expected: str
+    found: str
+    text: str
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a look at one checkpoint has shown.
+
+    Attributes:
+        name: The checkpoint.
+        level: How closely it was looked at.
+        problems: What is wrong, by file; empty if it is whole.
+        checked_bytes: How many bytes were read and compared with their checksum.
+    """
+
+    name: str
+    level: Level
+    problems: tuple[Problem, ...]
+    checked_bytes: int
+
+    @property
+    def is_good(self) -> bool:
+        """Return whether nothing is wrong."""
+        return not self.problems
+
+
+def verify(store: Store, name: str, level: Level | str = Level.QUICK) -> VerifyReport:
+    """Look whether a checkpoint is whole.
+
+    Args:
+        store: The run's store.
+        name: The checkpoint's folder; ``""`` if the store stands in it.
+        level: ``quick`` or ``full``.
+
+    Raises:
+        MissingError: There is no commit in the folder.
+        NewerFormatError: A newer Milepost wrote it.
+        AccessError: The store refused a read, which says nothing about the bytes.
+    """
+    level = Level(level)
+    try:
+        manifest = read_manifest(store, name)
+    except (FormatError, StorageError) as error:
+        if error.kind == "newer_format":
+            raise
+        return VerifyReport(name, level, (_unreadable(MANIFEST, error),), 0)
+    problems: list[Problem] = []
+    sound: list[FileEntry] = []
+    checked_bytes = 0
+    for entry in manifest.files:
+        problem = _check_size(store, name, entry)
+        if problem is not None:
+            problems.append(problem)
+            continue
+        sound.append(entry)
+        if level is Level.QUICK:
+            problems += _check_lightly(store, name, entry, manifest)
+            checked_bytes += entry.size_bytes * _is_small_json(entry)
+    if level is Level.FULL:
+        problems += _check_blocks(store, name, sound, manifest)
+        checked_bytes = sum(entry.size_bytes for entry in sound)
+    return VerifyReport(name, level, tuple(problems), checked_bytes)
+
+
+def newest_good(
+    store: Store, view: RunView, *, level: Level | str = Level.QUICK
+) -> tuple[Found | None, list[VerifyReport]]:
+    """Return the newest checkpoint on the lineage that is whole.
+
+    Args:
+        store: The run's store.
+        view: The run.
+        level: How closely to look.
+
+    Returns:
+        The checkpoint, or ``None`` if none is whole, and a report on every newer one that is not,
+        the newest first; those whose commit cannot be read are among them.
+    """
+    reports = []
+    readable = (State.COMMITTED, State.DAMAGED)
+    for found in reversed(view.found):
+        if found.state not in readable or is_diagnostic(found.name):
+            continue
+        if found.state is State.DAMAGED:
+            reports.append(_report_damaged(found, Level(level)))
+            continue
+        try:
+            report = verify(store, found.name, level)
+        except MissingError as error:  # deleted since the scan
+            report = VerifyReport(found.name, Level(level), (_unreadable(MANIFEST, error),), 0)
+        if report.is_good:
+            return found, reports
+        reports.append(report)
+    return None, reports
+
+
+def _report_damaged(found: Found, level: Level) -> VerifyReport:
+    error = found.error or FormatError(f"The commit of {found.name} cannot be read.")
+    return VerifyReport(found.name, level, (_unreadable(MANIFEST, error),), 0)
+
+
+def _unreadable(path: str, error: CheckpointError) -> Problem:
+    return Problem(path, None, "", "", str(error))
+
+
+def _check_size(store: Store, name: str, entry: FileEntry) -> Problem | None:
+    try:
+        found = store.head(file_key(name, entry.path)).size_bytes
+    except MissingError:
+        text = f"{entry.path} is missing."
+        return Problem(entry.path, None, str(entry.size_bytes), "missing", text)
+    except StorageError as error:
+        return _unreadable(entry.path, error)
+    if found == entry.size_bytes:
+        return None
+    text = f"{entry.path} has {found:,} bytes and not {entry.size_bytes:,}."
+    return Problem(entry.path, None, str(entry.size_bytes), str(found), text)
+
+
+def _is_small_json(entry: FileEntry) -> bool:
+    return entry.path.endswith(".json") and entry.size_bytes <= _MAX_SMALL_BYTES
+
+
+def _is_part(entry: FileEntry, manifest: Manifest) -> bool:
+    """Return whether a file is a part of ours; a user's own file may bear any name."""
+    return manifest.layout == "milepost" and entry.path.endswith(".safetensors")
+
+
+def _check_lightly(
+    store: Store, name: str, entry: FileEntry, manifest: Manifest
+) -> Iterator[Problem]:
+    key = file_key(name, entry.path)
+    try:
+        if _is_small_json(entry):
+            for block, crc in enumerate(block_crcs(store.get(key))):
+                if crc != entry.crcs[block]:
+                    yield _mismatch(entry, block, crc, ())
+        elif _is_part(entry, manifest):
+            with closing(store.open_reader(key)) as reader:
+                _read_header(reader, entry)
+    except (MissingError, FormatError, StorageError) as error:
+        yield _unreadable(entry.path, error)
+
+
+def _read_header(reader: Reader, entry: FileEntry) -> dict[str, StoredTensor]:
+    """Return the table of tensors of a part."""
+    size_bytes = entry.size_bytes
+    with _pages(min(PAGE_BYTES, size_bytes)) as view:
+        reader.read_into(0, view)
+        length = parse_header_length(bytes(view[:8]), size_bytes=size_bytes, where=entry.path)
+    with _pages(8 + length) as view:
+        reader.read_into(0, view)
+        return parse_header(bytes(view[8:]), size_bytes=size_bytes, where=entry.path)
+
+
+@contextmanager
+def _pages(size_bytes: int) -> Iterator[memoryview]:
+    """Yield page-aligned memory of a size."""
+    with (
+        mmap.mmap(-1, max(size_bytes, 1)) as pages,
+        memoryview(pages) as whole,
+        whole[:size_bytes] as view,
+    ):
+        yield view
+
+
+def _check_blocks(
+    store: Store, name: str, entries: list[FileEntry], manifest: Manifest
+) -> list[Problem]:
+    """Compare every block of the files with its checksum, several at a time."""
+    problems: list[Problem] = []
+    buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
+    for _ in range(_NUM_THREADS):
+        buffers.put(mmap.mmap(-1, BLOCK_BYTES))
+    try:
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="milepost-verify") as pool:
+            for entry in entries:
+                problems += _check_file(store, name, entry, manifest, pool, buffers)
+    finally:
+        while not buffers.empty():
+            buffers.get().close()
+    return problems
+
+
+def _check_file(
+    store: Store,
+    name: str,
+    entry: FileEntry,
+    manifest: Manifest,
+    pool: ThreadPoolExecutor,
+    buffers: SimpleQueue[mmap.mmap],
+) -> list[Problem]:
+    try:
+        reader = store.open_reader(file_key(name, entry.path))
+    except (MissingError, FormatError, StorageError) as error:
+        return [_unreadable(entry.path, error)]
+
+    def check(block: int) -> tuple[int, int | CheckpointError]:
+        offset = block * BLOCK_BYTES
+        pages = buffers.get()
+        try:
+            with memoryview(pages)[: min(BLOCK_BYTES, entry.size_bytes - offset)] as view:
+                reader.read_into(offset, view)
+                return block, crc32c(view)
+        except (FormatError, StorageError) as error:
+            return block, error
+        finally:
+            buffers.put(pages)
+
+    with closing(reader):
+        outcomes = list(pool.map(check, range(len(entry.crcs))))
+        bad = [(block, got) for block, got in outcomes if got != entry.crcs[block]]
+        tensors = _tensors(reader, entry, manifest, {block for block, _ in bad}) if bad else []
+    problems = []
+    for block, got in bad:
+        names = _names_in(tensors, block)
+        if isinstance(got, int):
+            problems.append(_mismatch(entry, block, got, names))
+        else:
+            text = f"Block {block} of {entry.path} cannot be read: {got}"
+            problems.append(Problem(entry.path, block, "", "", text, names))
+    return problems
+
+
+def _tensors(
+    reader: Reader, entry: FileEntry, manifest: Manifest, bad: set[int]
+) -> list[StoredTensor]:
+    """Return the tensors of a part, or none if its own header is not to be trusted."""
+    if not _is_part(entry, manifest) or 0 in bad:
+        return []
+    try:
+        return list(_read_header(reader, entry).values())
+    except (FormatError, StorageError):
+        # The problem itself is already known by its block; only the names are not.
+        return []
+
+
+def _names_in(tensors: list[StoredTensor], block: int) -> tuple[str, ...]:
+    start, stop = block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES
+    return tuple(sorted(one.key for one in tensors if one.start < stop and one.stop > start))
+
+
+def _mismatch(entry: FileEntry, block: int, crc: int, tensors: tuple[str, ...]) -> Problem:
+    expected, found = f"{entry.crcs[block]:08x}", f"{crc:08x}"
+    names = ", ".join(tensors[:_MAX_NAMED_TENSORS])
+    more = f" and {len(tensors) - _MAX_NAMED_TENSORS} more" * (len(tensors) > _MAX_NAMED_TENSORS)
+    where = f" It holds bytes of {names}{more}." if tensors else ""
+    text = f"Block {block} of {entry.path} has CRC32C {found} and not {expected}.{where}"
+    return Problem(entry.path, block, expected, found, text, tensors)
