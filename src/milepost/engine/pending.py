@@ -62,6 +62,15 @@ class PendingSave(Generic[T]):
             raise self._error
         return self._result  # type: ignore[return-value]
 
+    def join(self) -> None:
+        """Wait for the end, without taking note of how it ended. For the engine."""
+        self._done.wait()
+
+    @property
+    def unreported_error(self) -> BaseException | None:
+        """Return the error of a save that has failed and that nobody was told about yet."""
+        return None if self.was_reported or not self.done() else self._error
+
     def succeed(self, result: T) -> None:
         """End well. For the engine."""
         self._result = result

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ __all__ = ["SaveRequest", "Saver"]
 
 _log = logging.getLogger("milepost")
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
@@ -68,7 +70,7 @@ class SaveRequest:
     notes: tuple[str, ...] = ()
 
 
-class Saver:
+class Saver(Generic[T]):
     """Writes the checkpoints of one session.
 
     Args:
@@ -78,7 +80,8 @@ class Saver:
         compression: For single files; see ``single.SUFFIXES``.
         link_unchanged: Whether frozen parts that did not change share the file of the checkpoint
             before.
-        on_commit: Called in the background thread after a checkpoint was committed.
+        on_commit: Called in the background thread after a checkpoint was committed; what it returns
+            is what waiting for the save returns.
         clock: Returns the seconds since 1970.
     """
 
@@ -90,7 +93,7 @@ class Saver:
         layout: str = "milepost",
         compression: str = "",
         link_unchanged: bool = True,
-        on_commit: Callable[[Manifest], None] | None = None,
+        on_commit: Callable[[Manifest], T],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = store
@@ -105,16 +108,16 @@ class Saver:
         self._attempt = 0
         self._parent = session.origin.name if session.origin else None
         self._linkable: dict[str, tuple[str, FileEntry]] = {}
-        self._current: PendingSave[Manifest] | None = None
+        self._current: PendingSave[T] | None = None
         self._fenced: FencedError | None = None
 
     @property
-    def in_flight(self) -> PendingSave[Manifest] | None:
+    def in_flight(self) -> PendingSave[T] | None:
         """Return the save that is being written, if any."""
         current = self._current
         return current if current is not None and not current.done() else None
 
-    def save(self, items: Sequence[PackedItem], request: SaveRequest) -> PendingSave[Manifest]:
+    def save(self, items: Sequence[PackedItem], request: SaveRequest) -> PendingSave[T]:
         """Copy a state and write it in the background.
 
         Args:
@@ -128,7 +131,7 @@ class Saver:
             raise self._fenced
         started_s = time.perf_counter()
         if self._current is not None:
-            self._current.exception()
+            self._current.join()
         waited_s = time.perf_counter() - started_s
         self._plan = make_plan(items, self._plan)
         planned_s = time.perf_counter() - started_s - waited_s
@@ -145,28 +148,27 @@ class Saver:
             "blocking_s": blocking_s,
         }
         self._attempt += 1
-        pending: PendingSave[Manifest] = PendingSave(request.name)
+        pending: PendingSave[T] = PendingSave(request.name)
         trees = {item.name: item.tree for item in items}
         work = _Work(request, self._attempt, staged, trees, stats, pending)
         self._current = pending
         threading.Thread(target=self._run, args=(work,), name="milepost-save").start()
         return pending
 
-    def _run(self, work: _Work) -> None:
+    def _run(self, work: _Work[T]) -> None:
         try:
             manifest = self._commit(work)
             work.pending.stats = work.stats
-            if self._on_commit is not None:
-                self._on_commit(manifest)
+            result = self._on_commit(manifest)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             if isinstance(error, FencedError):
                 self._fenced = error
             work.pending.stats = work.stats
             work.pending.fail(error)
         else:
-            work.pending.succeed(manifest)
+            work.pending.succeed(result)
 
-    def _commit(self, work: _Work) -> Manifest:
+    def _commit(self, work: _Work[T]) -> Manifest:
         held = claim(self.store, self.session, work.request.name, work.attempt)
         work.pending.name = held.folder
         try:
@@ -200,7 +202,7 @@ class Saver:
         if left:
             _log.warning("After a failed save %s could not be removed: %s", held.folder, left)
 
-    def _write(self, held: Claim, work: _Work) -> Manifest:
+    def _write(self, held: Claim, work: _Work[T]) -> Manifest:
         started_s = time.perf_counter()
         if self._layout == "torch" and "/" not in held.folder:
             entries, linked = self._write_single(held, work), []
@@ -265,7 +267,7 @@ class Saver:
             return None
         return replace(entry, linked_from=folder)
 
-    def _write_single(self, held: Claim, work: _Work) -> list[FileEntry]:
+    def _write_single(self, held: Claim, work: _Work[T]) -> list[FileEntry]:
         tensors = {
             (part.plan.item, entry.key): self._staged_tensor(part, index)
             for part in work.staged
@@ -297,7 +299,7 @@ class Saver:
 
 
 @dataclass(slots=True)
-class _Work:
+class _Work(Generic[T]):
     """One save on its way through the background thread."""
 
     request: SaveRequest
@@ -305,7 +307,7 @@ class _Work:
     staged: Sequence[StagedPart]
     trees: Mapping[str, Any]
     stats: dict[str, Any]
-    pending: PendingSave[Manifest]
+    pending: PendingSave[T]
 
 
 def layout_state(items: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,7 +316,7 @@ def layout_state(items: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state, "rng": items.get("rng", [])}
 
 
-def _documents(work: _Work) -> dict[str, bytes]:
+def _documents(work: _Work[Any]) -> dict[str, bytes]:
     """Return the JSON files of a checkpoint by path."""
     files: dict[str, list[str]] = {name: [] for name in work.trees}
     weights: dict[str, dict[str, str]] = {name: {} for name in work.trees}

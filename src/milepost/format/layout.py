@@ -11,6 +11,7 @@ A *key* is a relative path with forward slashes. Inside a run:
     ep3/model.safetensors ...       the parts
     ep3/index.json                  trees and tensor table
     ep3/manifest.json               the commit
+    ep3/metadata.json               what users add to a checkpoint afterwards; not part of the commit
     ep3/deleted.json                the manifest of a checkpoint that is being deleted
     nan/ba37/...                    a diagnostic checkpoint, never the newest
 
@@ -31,6 +32,7 @@ __all__ = [
     "INDEX",
     "LATEST",
     "MANIFEST",
+    "METADATA",
     "PINS",
     "RUN",
     "SESSIONS",
@@ -54,6 +56,7 @@ ATTEMPT = "attempt.json"
 INDEX = "index.json"
 MANIFEST = "manifest.json"
 DELETED = "deleted.json"
+METADATA = "metadata.json"
 DIAGNOSTIC_FOLDERS = ("nan", "failed")
 """Folders of checkpoints kept for a look at what went wrong: never the newest, never pruned."""
 

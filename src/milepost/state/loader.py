@@ -124,6 +124,17 @@ class ResumableLoader:
             self._position += 1
             yield batch
 
+    def unread(self) -> bool:
+        """Count the batch that was handed out last as not used.
+
+        Returns:
+            Whether that is possible; a loader that keeps its own position cannot go back.
+        """
+        if self.kind == "stateful" or self._position == 0:
+            return False
+        self._position -= 1
+        return True
+
     def end_epoch(self) -> None:
         """Forget the position: the next :meth:`iterate` begins an epoch."""
         self._position, self._start, self._pending, self._iterator = 0, None, None, None

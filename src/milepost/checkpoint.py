@@ -1,0 +1,392 @@
+"""The handles people hold: a checkpoint, a run.
+
+Importing this loads no torch; the engine comes in when tensors are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import ExistsError, MissingError, UsageError
+from .format import canonical, tree
+from .format.layout import HIDDEN, MANIFEST, METADATA, RUN
+from .format.manifest import Manifest
+from .runs.scan import Found, RunView, State, read_manifest, scan
+from .runs.verify import Level, VerifyReport, verify
+from .stores.base import Store
+from .stores.local import LocalStore
+from .stores.prefix import PrefixStore
+from .stores.url import open_store
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .state.report import LoadReport
+    from .state.source import StateSource
+
+__all__ = ["Checkpoint", "Run", "open_checkpoint", "open_run", "open_source", "run_store"]
+
+Place = str | os.PathLike[str]
+_SINGLE_SUFFIXES = (".pt", ".pt.gz", ".pt.bz2", ".pt.xz")
+_MAX_METADATA_BYTES = 16 * 1024 * 1024
+
+
+class Checkpoint:
+    """A checkpoint folder, committed or (from a directory) the user's own.
+
+    Args:
+        store: Where it is.
+        folder: Its folder in the store; ``""`` if the store begins there.
+        state: What it is to its run, if that is known.
+    """
+
+    def __init__(self, store: Store, folder: str, *, state: State | None = None) -> None:
+        self.store = store
+        self.folder = folder
+        self.state = state
+        self._manifest: Manifest | None = None
+
+    @classmethod
+    def from_directory(cls, path: Place) -> Checkpoint:
+        """Return a handle on a local folder of any files.
+
+        Raises:
+            MissingError: There is no such folder.
+        """
+        if not Path(path).is_dir():
+            raise MissingError(f"{path} is not a folder.", path=str(path))
+        return cls(LocalStore(path), "")
+
+    @property
+    def url(self) -> str:
+        """Return where it is."""
+        return f"{self.store.url}/{self.folder}" if self.folder else self.store.url
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return self.folder or self.url.rstrip("/").rpartition("/")[2]
+
+    @property
+    def manifest(self) -> Manifest:
+        """Return its commit.
+
+        Raises:
+            MissingError: It is not committed.
+            DamagedError: The commit is torn or altered.
+        """
+        if self._manifest is None:
+            self._manifest = read_manifest(self.store, self.folder)
+        return self._manifest
+
+    @property
+    def is_committed(self) -> bool:
+        """Return whether there is a commit."""
+        try:
+            self.store.head(self._key(MANIFEST))
+        except MissingError:
+            return False
+        return True
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the numbers that were logged with it."""
+        return self.manifest.metrics
+
+    @property
+    def time(self) -> Mapping[str, Any]:
+        """Return the progress counters: epoch, batch, sample, token, ..."""
+        return self.manifest.time
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether training had ended."""
+        return self.manifest.is_final
+
+    def load(self, items: Collection[str] | None = None) -> dict[str, Any]:
+        """Read the state into memory.
+
+        Args:
+            items: Only these parts of the state, such as ``["model"]``; ``None`` for all.
+
+        Returns:
+            ``{"state": {"model": ..., "optimizers": ..., ...}, "rng": [...]}``, every tensor on the
+            CPU with the dtype, shape and bits it had.
+
+        Raises:
+            MissingError: No such item.
+            DamagedError: Bytes that do not match their checksum.
+        """
+        from .engine.save import layout_state
+        from .state.source import load_item
+
+        source = self.source()
+        names = list(source.trees) if items is None else list(items)
+        return layout_state({name: load_item(source, name) for name in names})
+
+    def load_weights(
+        self,
+        model: nn.Module,
+        *,
+        strict: bool = True,
+        item: str | None = None,
+        rename: Callable[[str], str] | None = None,
+    ) -> LoadReport:
+        """Load only the weights of a model, straight into its tensors.
+
+        Args:
+            model: The live model.
+            strict: Whether names, shapes and dtypes must all be equal. A lenient load takes what
+                fits; that nothing at all fits is an error all the same.
+            item: Name of the model in the checkpoint, if it is not ``model``.
+            rename: Maps a stored name to the live one.
+
+        Returns:
+            What was loaded, missing, unexpected and converted.
+
+        Raises:
+            MismatchError: It does not fit. The model was not changed.
+            DamagedError: Bytes that do not match their checksum.
+        """
+        from .state.model import load_weights
+
+        return load_weights(self.source(), item or "model", model, strict=strict, rename=rename)
+
+    def source(self, *, progress: Callable[[int], None] | None = None) -> StateSource:
+        """Return the stored state without reading any tensor yet.
+
+        Args:
+            progress: Called with the bytes of each block that is read.
+        """
+        if self.manifest.layout == "torch":
+            return self._single_source()
+        from .engine.read import CheckpointSource
+
+        return CheckpointSource(self.store, self.folder, self.manifest, progress=progress)
+
+    def verify(self, level: Level | str = Level.FULL) -> VerifyReport:
+        """Check it against its commit.
+
+        Args:
+            level: ``quick`` compares records and sizes; ``full`` reads every byte.
+        """
+        return verify(self.store, self.folder, Level(level))
+
+    @contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """Give its files as a local folder, to read only. Nothing is copied on a local disk."""
+        path = self.store.local_path(self.folder)
+        if path is None:
+            raise UsageError(f"{self.url} is not on a local disk; use to_directory().")
+        yield path
+
+    def to_directory(self, path: Place) -> str:
+        """Copy its files to a new local folder; the commit comes last.
+
+        Returns:
+            The folder, a checkpoint that :func:`open_checkpoint` opens.
+
+        Raises:
+            ExistsError: There are files in the folder already.
+        """
+        target = LocalStore(path)
+        if next(iter(target.list()), None) is not None:
+            raise ExistsError(f"{path} is not empty.", path=str(path))
+        prefix = f"{self.folder}/" if self.folder else ""
+        entries = [entry.key for entry in self.store.list(self.folder)]
+        commit = self._key(MANIFEST)
+        for key in sorted(entries, key=lambda key: key == commit):
+            target.put_new(key[len(prefix) :], self.store.get(key, max_bytes=2**62))
+        return str(Path(path).absolute())
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return what users added to it; empty if nothing."""
+        key = self._key(METADATA)
+        try:
+            data = self.store.get(key, max_bytes=_MAX_METADATA_BYTES)
+        except MissingError:
+            return {}
+        metadata = tree.decode(canonical.load_record(data, where=key).get("metadata", {}))
+        return dict(metadata)
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Replace what users added to it. The commit does not change.
+
+        Raises:
+            UnsupportedStateError: A value that cannot be stored without running code on load.
+        """
+        body = {"metadata": tree.encode(dict(metadata), path=("metadata",))}
+        self.store.put(self._key(METADATA), canonical.dump_record(body))
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Add to what users added to it."""
+        self.set_metadata({**self.get_metadata(), **metadata})
+
+    def _key(self, file: str) -> str:
+        return f"{self.folder}/{file}" if self.folder else file
+
+    def _single_source(self) -> StateSource:
+        """Read a checkpoint of one file, checked, and take it apart."""
+        import io
+
+        from .convert.torch_file import items_of, load_torch_file
+        from .engine.read import read_file
+        from .state.source import MemorySource
+
+        (entry,) = self.manifest.files
+        data = read_file(self.store, self._key(entry.path), entry)
+        return MemorySource(self.name, items_of(load_torch_file(io.BytesIO(data))))
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.url!r})"
+
+
+class Run:
+    """A run: the checkpoints of one training.
+
+    Args:
+        store: Where its records are.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._view: RunView | None = None
+
+    @property
+    def url(self) -> str:
+        """Return where it is."""
+        return self.store.url
+
+    @property
+    def view(self) -> RunView:
+        """Return the run as it was when it was last looked at."""
+        if self._view is None:
+            self.refresh()
+        assert self._view is not None
+        return self._view
+
+    def refresh(self) -> None:
+        """Look at the store again."""
+        self._view = scan(self.store)
+
+    def checkpoints(self, *, all: bool = False) -> list[Checkpoint]:  # noqa: A002
+        """Return the checkpoints, oldest first.
+
+        Args:
+            all: Also those that do not count: orphaned, diagnostic, damaged.
+        """
+        found = [f for f in self.view.found if f.manifest is not None or f.state is State.DAMAGED]
+        return [self._handle(one) for one in (found if all else self.view.lineage())]
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest checkpoint that counts, or ``None``."""
+        found = self.view.latest()
+        return None if found is None else self._handle(found)
+
+    def best(self, metric: str, mode: str = "min") -> Checkpoint | None:
+        """Return the checkpoint with the best value of a metric, or ``None`` if none has one."""
+        found = self.view.best(metric, mode)
+        return None if found is None else self._handle(found)
+
+    def get(self, name: str) -> Checkpoint:
+        """Return a checkpoint by name.
+
+        Raises:
+            MissingError: There is none; the message lists the names there are.
+        """
+        return self._handle(self.view.get(name))
+
+    def _handle(self, found: Found) -> Checkpoint:
+        return Checkpoint(self.store, found.name, state=found.state)
+
+    def __repr__(self) -> str:
+        return f"Run({self.url!r})"
+
+
+def run_store(place: Place | Store) -> Store | None:
+    """Return the store with the records of the run at a place, or ``None`` if there is none.
+
+    A run that shows single files to people keeps its records in a hidden folder.
+    """
+    base = open_store(place)
+    for store in (base, PrefixStore(base, HIDDEN)):
+        try:
+            store.head(RUN)
+        except MissingError:
+            continue
+        return store
+    return None
+
+
+def open_run(place: Place | Store) -> Run:
+    """Open a run.
+
+    Raises:
+        MissingError: There is no run and no checkpoint below the place.
+    """
+    store = run_store(place)
+    run = Run(open_store(place) if store is None else store)
+    run.refresh()
+    return run
+
+
+def open_checkpoint(place: Place) -> Checkpoint:
+    """Open a checkpoint.
+
+    Args:
+        place: The folder of a checkpoint, a run (its newest one is taken), a run and a name joined
+            by a slash, or the file of a checkpoint that was saved as a single file.
+
+    Raises:
+        MissingError: There is none.
+    """
+    path = Path(place).expanduser()
+    if (path / MANIFEST).is_file():
+        return Checkpoint(LocalStore(path), "")
+    hidden = path.parent / HIDDEN
+    for suffix in ("", *sorted(_SINGLE_SUFFIXES, key=len, reverse=True)):
+        name = path.name.removesuffix(suffix) if path.name.endswith(suffix) else ""
+        if name and (hidden / name / MANIFEST).is_file():
+            return Checkpoint(LocalStore(hidden), name)
+    if path.is_dir():
+        latest = open_run(path).latest()
+        if latest is not None:
+            return latest
+    raise MissingError(
+        f"There is no checkpoint at {place}.",
+        hint="Give the folder of a checkpoint, a run, RUN/NAME, or a .pt file.",
+        path=str(place),
+    )
+
+
+def open_source(
+    place: Place | Checkpoint,
+    *,
+    trust: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> StateSource:
+    """Open the state at a place, whatever wrote it.
+
+    Args:
+        place: What :func:`open_checkpoint` takes, or any ``.pt`` file.
+        trust: Whether a ``.pt`` file may run code when it is opened.
+        progress: Called with the bytes of each block that is read.
+
+    Raises:
+        MissingError: There is nothing.
+    """
+    if isinstance(place, Checkpoint):
+        return place.source(progress=progress)
+    try:
+        return open_checkpoint(place).source(progress=progress)
+    except MissingError:
+        path = Path(place).expanduser()
+        if not path.is_file():
+            raise
+    from .convert.torch_file import torch_file_source
+
+    return torch_file_source(path, trust=trust)

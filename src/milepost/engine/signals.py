@@ -1,0 +1,64 @@
+"""SIGTERM and SIGUSR1: asked to end, soon.
+
+A handler only notes the signal and the moment; the training loop looks at it between two batches,
+when the state is whole. A handler that was installed before is still called.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["StopSignals"]
+
+_WATCHED = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
+
+
+class StopSignals:
+    """Notes the first request to end.
+
+    Args:
+        grace_s: Seconds between the signal and the moment the process has to be gone.
+        clock: Returns seconds that never go back.
+    """
+
+    def __init__(self, *, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.grace_s = grace_s
+        self.received: int | None = None
+        self._clock = clock
+        self._at_s = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Begin to watch. Does nothing outside the main thread, where Python allows no handlers."""
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        for number in _WATCHED:
+            self._previous[number] = signal.signal(number, self._note)
+
+    def restore(self) -> None:
+        """Put back the handlers that were there before, unless somebody else replaced ours."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        self._previous.clear()
+
+    @property
+    def seconds_left(self) -> float:
+        """Return what is left of the grace period; the whole of it before any signal."""
+        if self.received is None:
+            return self.grace_s
+        return max(0.0, self.grace_s - (self._clock() - self._at_s))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._at_s = number, self._clock()
+        previous = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
