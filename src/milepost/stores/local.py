@@ -13,7 +13,7 @@ Symbolic links are neither listed nor followed; the folder of the store itself m
 """
 
 # System calls on plain strings, so that each one is seen where it happens.
-# ruff: noqa: PTH102, PTH105, PTH106, PTH108, PTH112, PTH120, PTH211
+# ruff: noqa: PTH102, PTH104, PTH105, PTH106, PTH108, PTH112, PTH120, PTH211
 
 from __future__ import annotations
 
@@ -158,14 +158,14 @@ class LocalStore:
         """Move ``key`` to ``new_key``, which must not exist, durably.
 
         One step where the system has a rename that never replaces. Elsewhere a second name is
-        given first and the old one removed then, so that a stop in between leaves both.
+        given first and the old one removed then, so that a stop in between leaves both. Where hard
+        links are refused as well, the look at ``new_key`` and the rename are two steps.
         """
         path, new_path = self._path(key), self._path(new_key)
         with _typed("rename", path, key=key):
             self._make_folder(new_path)
             if not posix.rename_new(path, new_path):
-                os.link(path, new_path, follow_symlinks=False)
-                os.unlink(path)
+                self._rename_in_two_steps(path, new_path)
         self._sync_names(os.path.dirname(new_path))
         if os.path.dirname(path) != os.path.dirname(new_path):
             self._sync(os.path.dirname(path))
@@ -347,6 +347,18 @@ class LocalStore:
                 raise
             if not posix.rename_new(temp, path):
                 posix.copy_new(temp, path)
+
+    def _rename_in_two_steps(self, path: str, new_path: str) -> None:
+        try:
+            os.link(path, new_path, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in posix.LINK_REFUSED:
+                raise
+            if os.path.lexists(new_path):
+                raise ExistsError(f"{new_path} is already there.", path=new_path) from error
+            os.rename(path, new_path)
+        else:
+            os.unlink(path)
 
     def _discard(self, path: str) -> bool:
         """Remove a temporary file; record it if that fails. Return whether it is gone."""

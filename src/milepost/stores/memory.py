@@ -25,13 +25,10 @@ class MemoryStore:
 
     def __init__(self, name: str = "", *, clock: Callable[[], float] = time.time) -> None:
         self.url = f"memory://{name}"
-        self.traits = Traits(
-            is_local=False, exclusive_create=True, hard_links=True, symlinks=False
-        )
+        self.traits = Traits(is_local=False, exclusive_create=True, hard_links=True, symlinks=False)
         self._clock = clock
         self._lock = Lock()
-        self._data: dict[str, tuple[bytes, float]] = {}
-        self._open: set[str] = set()
+        self._data: dict[str, tuple[bytes | bytearray, float]] = {}
 
     def __repr__(self) -> str:
         return f"MemoryStore({self.url!r})"
@@ -110,10 +107,12 @@ class MemoryStore:
     def create_writer(self, key: str, size_bytes: int) -> MemoryWriter:
         """Begin to write a new key of a known size."""
         self._check(key)
+        data = bytearray(size_bytes)
         with self._lock:
             self._refuse_existing(key)
-            self._open.add(key)
-        return MemoryWriter(self, key, size_bytes)
+            # There from now on, as a file would be: a stop leaves it half written.
+            self._data[key] = (data, self._clock())
+        return MemoryWriter(self, key, data)
 
     def open_reader(self, key: str) -> MemoryReader:
         """Open a key for reading."""
@@ -127,18 +126,11 @@ class MemoryStore:
         """Return ``None``: there are no files."""
         return None
 
-    def finish_writer(self, key: str, data: bytes | None) -> None:
-        """Take what a writer wrote, or nothing if it gave up."""
-        with self._lock:
-            self._open.discard(key)
-            if data is not None:
-                self._data[key] = (data, self._clock())
-
     def _check(self, key: str) -> str:
         return check_key(key, where=self.url)
 
     def _refuse_existing(self, key: str) -> None:
-        if key in self._data or key in self._open:
+        if key in self._data:
             raise ExistsError(f"There is already a {key} in the store.", path=key)
 
     def _find(self, key: str) -> tuple[bytes, float]:
@@ -146,17 +138,18 @@ class MemoryStore:
         with self._lock:
             if key not in self._data:
                 raise MissingError(f"There is no {key} in the store.", path=key)
-            return self._data[key]
+            data, modified_s = self._data[key]
+            return bytes(data), modified_s
 
 
 @final
 class MemoryWriter:
     """Collects the blocks of one new key. See ``base.Writer``."""
 
-    def __init__(self, store: MemoryStore, key: str, size_bytes: int) -> None:
+    def __init__(self, store: MemoryStore, key: str, data: bytearray) -> None:
         self._store = store
         self._key = key
-        self._data = bytearray(size_bytes)
+        self._data = data
         self._is_open = True
 
     def write_at(self, offset: int, data: memoryview) -> None:
@@ -166,16 +159,14 @@ class MemoryWriter:
         self._data[offset : offset + data.nbytes] = data.cast("B")
 
     def close(self) -> None:
-        """Make the key visible."""
-        if self._is_open:
-            self._is_open = False
-            self._store.finish_writer(self._key, bytes(self._data))
+        """Accept no more."""
+        self._is_open = False
 
     def abort(self) -> None:
         """Drop what was written."""
         if self._is_open:
             self._is_open = False
-            self._store.finish_writer(self._key, None)
+            self._store.delete(self._key)
 
 
 @final

@@ -109,9 +109,7 @@ def rename_new(source: str, target: str) -> bool:
     call = _renameat2()
     if call is None:
         return False
-    done = call(
-        _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE
-    )
+    done = call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
     if done == 0:
         return True
     code = ctypes.get_errno()
