@@ -24,7 +24,7 @@ def items_of(value: Any) -> dict[str, Any]:
     """Turn the content of a foreign file into items by name.
 
     - ``{"state": {...}, "rng": ...}``: every member of the state is an item. Leading underscores of
-      old Composer names are dropped, and of its RNG states that of rank 0 is taken.
+      old Composer names are dropped, and its RNG states are written as ours are.
     - VISSL's ``classy_state_dict``: the item ``model``, with ``trunk.`` and ``heads.`` before the
       names. Weights only.
     - Lightning's ``state_dict``: the item ``model``. Weights only.
@@ -106,7 +106,7 @@ def _trainer_items(value: Mapping[str, Any]) -> dict[str, Any]:
         items["model"] = _without_wrappers(items["model"], is_wrapped=was_wrapped)
     if "seed" in value and "rank_zero_seed" not in items:
         items["rank_zero_seed"] = value["seed"]
-    if "rng" in value:
+    if value.get("rng"):
         items["rng"] = _rng(value["rng"])
     for name in ("optimizer", "optimizers"):
         if name in items:
@@ -200,30 +200,29 @@ def _fits(kept: Any, parameter: Tensor) -> bool:
 
 
 def _rng(value: Any) -> Any:
-    """Return the RNG state of rank 0 in the form that this library writes."""
-    if isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
-        value = value[0]
-    if not isinstance(value, Mapping) or not isinstance(value.get("numpy"), tuple | list):
+    """Return RNG states in the form that this library writes; a list has one for each rank."""
+    if isinstance(value, list | tuple):
+        return [_rng_of_rank(one) for one in value]
+    return _rng_of_rank(value)
+
+
+def _rng_of_rank(value: Any) -> Any:
+    if not isinstance(value, Mapping) or not isinstance(value.get("numpy"), list | tuple):
         return value
-    fields = list(value["numpy"])
-    if len(fields) != 5:
-        raise FormatError("The NumPy part of the stored RNG state is malformed.")
-    kind, keys, position, has_gauss, gauss = fields
     cuda = value.get("cuda")
-    devices = [] if cuda is None else list(cuda) if isinstance(cuda, list | tuple) else [cuda]
     try:
-        numbers = torch.tensor([int(key) for key in keys], dtype=torch.int64)
+        kind, keys, position, has_gauss, gauss = value["numpy"]
         return {
             "python": value["python"],
             "numpy": {
                 "kind": str(kind),
-                "keys": numbers,
+                "keys": torch.tensor([int(key) for key in keys], dtype=torch.int64),
                 "position": int(position),
                 "has_gauss": int(has_gauss),
                 "gauss": float(gauss),
             },
             "torch": value["torch"],
-            "accelerator": devices,
+            "accelerator": [cuda] if isinstance(cuda, Tensor) else list(cuda or ()),
         }
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"The stored RNG state is malformed: {error!r}.") from error
