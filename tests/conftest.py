@@ -16,7 +16,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )
-settings.register_profile("campaign", parent=settings.get_profile("quick"), max_examples=5_000)
+settings.register_profile("campaign", parent=settings.get_profile("quick"), max_examples=1_000)
 settings.load_profile("campaign" if os.environ.get("MILEPOST_CAMPAIGN") else "quick")
 
 

@@ -65,12 +65,8 @@ def encode_array(value: Any, *, where: str) -> dict[str, Any]:
 def _plain_bytes(value: Any) -> bytes:
     import numpy as np
 
-    # Text scalars of no or of trailing zero characters are cut short by every array they pass.
-    if isinstance(value, np.bytes_):
-        return bytes(value)
-    if isinstance(value, np.str_):
-        order = "be" if value.dtype.str[0] == ">" else "le"
-        return str(value).encode(f"utf-32-{order}", errors="surrogatepass")
+    if isinstance(value, np.str_ | np.bytes_) and not len(value):
+        return b""  # numpy would give one zero character
     return bytes(value.tobytes())
 
 
@@ -99,6 +95,7 @@ def decode_array(tag: Mapping[str, Any]) -> Any:
 def _decode_scalar(code: str, data: bytes) -> Any:
     import numpy as np
 
+    # Read as an array, text would lose its trailing zero characters.
     if code[1] == "S":
         return np.bytes_(data)
     if code[1] == "U":

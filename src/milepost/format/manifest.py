@@ -247,8 +247,16 @@ def _read_fields(known: dict[str, Any], where: str) -> dict[str, Any]:
             raise FormatError(f"{where}: the field {name} is of the wrong kind.", path=where)
         known[name] = tuple(known.get(name, ()))
     for name in ("time", "metrics", "software", "stats"):
-        known[name] = tree.decode(known.get(name, {}))
-        if type(known[name]) is not dict:  # a tag that stands for something else
-            raise FormatError(f"{where}: the field {name} is of the wrong kind.", path=where)
+        known[name] = _read_mapping(known.get(name, {}), name, where)
     known.pop("extra", None)
     return known
+
+
+def _read_mapping(value: Any, name: str, where: str) -> dict[str, Any]:
+    try:
+        found = tree.decode(value)
+    except FormatError as error:
+        raise FormatError(f"{where}: the field {name}: {error.what}", path=where) from error
+    if type(found) is not dict:  # a tag that stands for something else
+        raise FormatError(f"{where}: the field {name} is of the wrong kind.", path=where)
+    return found

@@ -295,7 +295,7 @@ _LEAVES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "float": _read_float,
     "bytes": lambda tag: base64.b64decode(tag["v"], validate=True),
     "bytearray": lambda tag: bytearray(base64.b64decode(tag["v"], validate=True)),
-    "complex": lambda tag: complex(*map(_read_float, _list(tag["v"]))),
+    "complex": lambda tag: complex(*map(_read_float, _pair(tag["v"]))),
     "numpy": decode_array,
     "date": lambda tag: datetime.date.fromisoformat(tag["v"]),
     "datetime": lambda tag: datetime.datetime.fromisoformat(tag["v"]),
