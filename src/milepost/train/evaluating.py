@@ -1,0 +1,195 @@
+"""Evaluation: when it is due, and one pass over an evaluator's data.
+
+An evaluation never changes the training: the random generators, the mode of every module and the
+weights are afterwards what they were. It may be cut off between two batches by a signal. Then the
+algorithms still get ``EVAL_END``, so that swapped weights come back; the callbacks go back to what
+they were before; and ``state.pending_eval`` says what has to be done first when the run goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..progress.schedule import Moment, Schedule
+from ..state.rng import capture_rng, preserve_rng
+from .data import move_batch
+from .dispatch import Dispatch
+from .evaluator import Evaluator
+from .events import Event
+from .model import BatchModel
+from .state import State
+
+__all__ = ["Evaluation", "EvaluationCutOff"]
+
+
+class EvaluationCutOff(Exception):  # noqa: N818 - a way out of the loop, not an error
+    """A signal came during an evaluation. Never leaves the trainer."""
+
+
+class Evaluation:
+    """Run a training's evaluators when they are due.
+
+    Args:
+        state: The training.
+        model: How to call the model.
+        dispatch: Calls the listeners.
+        should_stop: Asked between two batches; true cuts the evaluation off.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        model: BatchModel,
+        dispatch: Dispatch,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._state = state
+        self._model = model
+        self._dispatch = dispatch
+        self._should_stop = should_stop
+        self._schedules: dict[str, Schedule] = {}
+        self._done_at_batch: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Begin to count intervals from the timer's present state."""
+        state = self._state
+        for evaluator in state.evaluators:
+            schedule = Schedule(
+                evaluator.eval_interval,
+                max_duration=state.max_duration,
+                steps_per_epoch=state.steps_per_epoch,
+            )
+            schedule.start(state.timer.snapshot())
+            self._schedules[evaluator.label] = schedule
+
+    def due(self, moment: Moment) -> list[Evaluator]:
+        """Return the evaluators that are due after this batch or epoch."""
+        state = self._state
+        counters, event = state.timer.snapshot(), Event(f"{moment}_end")
+        return [
+            evaluator
+            for evaluator in state.evaluators
+            if self._schedules[evaluator.label].due(moment, counters, state, event)
+        ]
+
+    def run(
+        self, evaluators: Sequence[Evaluator], *, moment: Moment, counters: Mapping[str, Any]
+    ) -> None:
+        """Evaluate within a training, in a way that can be done again after a resume.
+
+        Args:
+            evaluators: Which, in this order.
+            moment: After a batch or an epoch.
+            counters: Where the schedule of saves stands, for the save that follows.
+
+        Raises:
+            EvaluationCutOff: ``should_stop`` said so; ``state.pending_eval`` is set.
+        """
+        state = self._state
+        state.pending_eval = {
+            "moment": moment,
+            "labels": [evaluator.label for evaluator in evaluators],
+            "counters": dict(counters),
+            "rng": capture_rng(),
+        }
+        before = [(one, copy.deepcopy(one.state_dict())) for one in state.callbacks]
+        try:
+            for evaluator in evaluators:
+                self.run_one(evaluator)
+        except BaseException:
+            for callback, held in before:
+                callback.load_state_dict(held)
+            raise
+        state.pending_eval = None
+
+    def run_one(self, evaluator: Evaluator) -> dict[str, Any]:
+        """Evaluate once and leave everything but ``state.current_metrics`` as it was.
+
+        Returns:
+            The evaluator's metrics, name -> value.
+
+        Raises:
+            EvaluationCutOff: ``should_stop`` said so.
+        """
+        state = self._state
+        kept = state.batch, state.outputs, state.loss
+        modes = [(module, module.training) for module in state.model.modules()]
+        try:
+            with preserve_rng(), torch.no_grad():
+                state.model.eval()
+                metrics = self._pass(evaluator)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            state.batch, state.outputs, state.loss = kept
+        self._done_at_batch[evaluator.label] = state.timer.batch
+        return metrics
+
+    def fresh_metrics(self) -> dict[str, dict[str, Any]]:
+        """Return the metrics computed with the present weights, by label."""
+        now = self._state.timer.batch
+        return {
+            label: self._state.current_metrics[label]
+            for label, batch in self._done_at_batch.items()
+            if batch == now and label in self._state.current_metrics
+        }
+
+    def _pass(self, evaluator: Evaluator) -> dict[str, Any]:
+        state, is_ended = self._state, False
+        self._dispatch.run(Event.EVAL_START)
+        try:
+            evaluator.metrics.reset(state.device)
+            mean_loss = _Mean()
+            loader = evaluator.data.dataloader
+            for batch in itertools.islice(loader, evaluator.subset_num_batches):
+                if self._should_stop():
+                    raise EvaluationCutOff
+                self._batch(evaluator, batch, mean_loss)
+            # Into a new dict: a checkpoint being written may still hold the old one.
+            metrics = evaluator.metrics.compute() or {"Loss": mean_loss.value}
+            state.current_metrics = {**state.current_metrics, evaluator.label: metrics}
+            is_ended = True
+            self._dispatch.run(Event.EVAL_END)
+        finally:
+            if not is_ended:
+                self._dispatch.undo_evaluation()
+        return metrics
+
+    def _batch(self, evaluator: Evaluator, batch: Any, mean_loss: _Mean) -> None:
+        state, run = self._state, self._dispatch.run
+        state.batch = evaluator.data.device_transforms(move_batch(batch, state.device))
+        run(Event.EVAL_BATCH_START)
+        run(Event.EVAL_BEFORE_FORWARD)
+        with state.precision_context:
+            state.outputs = self._model.predict(state.model, state.batch)
+            if not len(evaluator.metrics):
+                loss = self._model.loss(state.bare_model, state.outputs, state.batch)
+                weight = evaluator.data.get_num_samples_in_batch(state.batch)
+                mean_loss.add(loss, weight)
+        run(Event.EVAL_AFTER_FORWARD)
+        if len(evaluator.metrics):
+            evaluator.metrics.update(state.outputs, self._model.targets(state.batch))
+        run(Event.EVAL_BATCH_END)
+
+
+class _Mean:
+    """The mean of losses over samples."""
+
+    def __init__(self) -> None:
+        self._total = torch.zeros(())
+        self._weight = 0
+
+    def add(self, loss: torch.Tensor | Sequence[torch.Tensor], weight: int) -> None:
+        summed = loss if isinstance(loss, torch.Tensor) else torch.stack(tuple(loss)).sum()
+        self._total = self._total.to(summed.device) + summed.detach().float() * weight
+        self._weight += weight
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self._total / max(1, self._weight)

@@ -1,0 +1,109 @@
+"""Going on from a checkpoint: what is restored, from where, and what wins.
+
+With ``resume`` the newest checkpoint of the run in the save folder wins over ``load_path_format``:
+that path says where the very first start comes from, and a restart must not go back there.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..checkpoint import open_source
+from ..display import loading_bar
+from ..state.model import load_weights
+from ..state.report import LoadReport
+from ..state.source import load_item
+from ..state.tracked import Tracked
+from .places import fill_ranks
+
+__all__ = ["ObjectStore", "open_place", "restore_all", "restore_weights"]
+
+_log = logging.getLogger(__name__)
+
+
+class ObjectStore(Protocol):
+    """What ``load_object_store`` must be able to do."""
+
+    def get_object_size(self, object_name: str) -> int:
+        """Return the size of an object in bytes."""
+
+    def download_object_as_stream(self, object_name: str, chunk_size: int) -> Iterator[bytes]:
+        """Yield an object piece by piece."""
+
+
+@contextmanager
+def open_place(
+    path_format: str,
+    *,
+    object_store: ObjectStore | None,
+    chunk_size_bytes: int,
+    is_bar_shown: bool,
+) -> Iterator[str]:
+    """Give the checkpoint to load as a local path.
+
+    Args:
+        path_format: A path, with ranks in braces; the name of an object with ``object_store``.
+        object_store: Where to download it from; ``None``: it is a path.
+        chunk_size_bytes: Bytes of one piece of a download.
+        is_bar_shown: Whether to show the download.
+    """
+    path = fill_ranks(path_format)
+    if object_store is None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="milepost-") as folder:
+        target = Path(folder) / Path(path).name
+        size_bytes, done_bytes = object_store.get_object_size(path), 0
+        with (
+            loading_bar(path, total_bytes=size_bytes, is_shown=is_bar_shown) as bar,
+            target.open("wb") as file,
+        ):
+            for piece in object_store.download_object_as_stream(path, chunk_size_bytes):
+                file.write(piece)
+                done_bytes += len(piece)
+                bar.update(done_bytes)
+        yield str(target)
+
+
+def restore_all(place: str, items: Mapping[str, Any]) -> tuple[LoadReport, Any]:
+    """Restore everything without a run of one's own, where nothing is saved.
+
+    Args:
+        place: A checkpoint, a run or a ``.pt`` file.
+        items: What to restore, as it would be tracked.
+
+    Returns:
+        What was restored, and the state of the random generators, ``None`` if there is none.
+
+    Raises:
+        MismatchError: What is stored does not fit; nothing was changed.
+    """
+    source = open_source(place)
+    tracked = Tracked(strict=True)
+    for name, target in items.items():
+        tracked.add(name, target)
+    report = tracked.restore(source)
+    rng = load_item(source, "rng") if "rng" in source.trees else None
+    return report, rng
+
+
+def restore_weights(place: str, model: Any, *, strict: bool) -> LoadReport:
+    """Load only the weights of the model.
+
+    Args:
+        place: A checkpoint, a run or a ``.pt`` file.
+        model: The live model.
+        strict: Whether the names must match exactly.
+
+    Raises:
+        MismatchError: They do not, or nothing at all fits.
+    """
+    report = load_weights(open_source(place), "model", model, strict=strict)
+    level = logging.INFO if report.is_exact else logging.WARNING
+    _log.log(level, "Weights only: %s", report.summary())
+    return report

@@ -1,0 +1,58 @@
+"""The last clean point of a training, to be saved when something goes wrong after it.
+
+A point is clean when every object is in the state that belongs to the batches the timer has
+counted. The loop marks each one: before it fetches a batch, and before it evaluates. From there
+until the optimizers step, only three things move on: the random generators, the position of the
+loader, and buffers that a forward pass writes to. The first two are noted at the mark and put back;
+the third cannot be put back, so it is looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..state.loader import ResumableLoader
+from ..state.rng import apply_rng, capture_rng
+
+__all__ = ["CleanPoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class CleanPoint:
+    """What has to be put back to return to a clean point.
+
+    Attributes:
+        rng: The random generators.
+        position: The loader's position.
+        buffers: Each buffer of the model, with its version counter.
+    """
+
+    rng: Mapping[str, Any]
+    position: Mapping[str, Any]
+    buffers: tuple[tuple[torch.Tensor, int], ...]
+
+    @classmethod
+    def mark(cls, model: torch.nn.Module, loader: ResumableLoader) -> CleanPoint:
+        """Note the present point."""
+        return cls(capture_rng(), loader.state_dict(), _versions(model))
+
+    def is_intact(self, model: torch.nn.Module) -> bool:
+        """Return whether no buffer was written to or replaced since."""
+        now = _versions(model)
+        return len(now) == len(self.buffers) and all(
+            new is old and version == before
+            for (new, version), (old, before) in zip(now, self.buffers, strict=True)
+        )
+
+    def put_back(self, loader: ResumableLoader) -> None:
+        """Return the generators and the loader to this point."""
+        loader.load_state_dict(self.position)
+        apply_rng(self.rng)
+
+
+def _versions(model: torch.nn.Module) -> tuple[tuple[torch.Tensor, int], ...]:
+    return tuple((buffer, buffer._version) for buffer in model.buffers())  # noqa: SLF001

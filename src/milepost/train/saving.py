@@ -1,0 +1,362 @@
+"""When a training is saved, under which name, and with what.
+
+One point of the training is saved once. When the last batch of an epoch and the epoch itself are
+both due, the save is left to the epoch. The end of the training is always saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import (
+    CheckpointError,
+    DeadlineError,
+    FencedError,
+    NonFiniteLossError,
+    Preempted,
+    UsageError,
+)
+from ..progress.schedule import Due, Schedule
+from ..progress.time import Time, TimeUnit
+from ..state.loader import ResumableLoader
+from .evaluating import Evaluation
+from .events import Event
+from .metrics import scalar_metrics
+from .rescue import CleanPoint
+from .state import State, global_rank
+
+if TYPE_CHECKING:
+    from ..checkpointer import Checkpointer
+    from ..engine.pending import PendingSave
+
+__all__ = ["Saving", "attach_note"]
+
+_log = logging.getLogger(__name__)
+
+
+class Saving:
+    """Save one training, where there is a folder to save to.
+
+    Args:
+        state: The training.
+        loader: Its loader.
+        checkpointer: The run; ``None``: nothing is saved, and signals end the process as usual.
+        interval: When to save; see :class:`Schedule`.
+        name_format: Names with ``{epoch}``, ``{batch}``, ... filled in; ``None``: ``ep3``.
+        grace_s: Longest wait for a save after a signal.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        loader: ResumableLoader,
+        checkpointer: Checkpointer | None,
+        interval: Any,
+        name_format: str | None,
+        grace_s: float,
+    ) -> None:
+        self._state = state
+        self._loader = loader
+        self._interval = interval
+        self._name_format = name_format
+        self._grace_s = grace_s
+        self._clean: CleanPoint | None = None
+        self._is_in_batch = False
+        self._saved_at: tuple[int, int] | None = None
+        self._last: PendingSave[Any] | None = None
+        self._started_at = self._point
+        self._asked_at: Mapping[str, Any] = {}
+        self._schedule = self._new_schedule()
+        self.checkpointer = checkpointer
+        self.evaluation: Evaluation | None = None
+        self.saved_names: list[str] = []
+        if name_format is not None:
+            self._name("check")
+
+    @property
+    def checkpoint_folder(self) -> str | None:
+        """Return the folder of the run, or ``None`` when nothing is saved."""
+        return None if self.checkpointer is None else self.checkpointer.folder
+
+    @property
+    def counters(self) -> Mapping[str, Any]:
+        """Return where the schedule stands, for an evaluation that may be cut off."""
+        return self._asked_at
+
+    def start(self, counters: Mapping[str, Any] | None = None) -> None:
+        """Begin to count intervals, at the start of ``fit``.
+
+        Args:
+            counters: Where an earlier process's schedule stood; ``None``: the present point.
+        """
+        timer = self._state.timer
+        self._asked_at = timer.snapshot() if counters is None else counters
+        self._schedule = self._new_schedule()
+        self._schedule.start(self._asked_at)
+        self._started_at = self._point
+        self._saved_at = None
+        self._clean, self._is_in_batch = None, False
+
+    def mark(self) -> None:
+        """Note that this is a clean point."""
+        self._is_in_batch = False
+        if self.checkpointer is not None:
+            self._clean = CleanPoint.mark(self._state.bare_model, self._loader)
+
+    def enter_batch(self) -> None:
+        """Note that a batch was fetched, and that the timer does not count it yet."""
+        self._is_in_batch = True
+
+    def unmark(self) -> None:
+        """Note that weights, timer or listeners are about to move on."""
+        self._clean = None
+
+    def leave_batch(self) -> None:
+        """Note that the timer has counted the batch."""
+        self._is_in_batch = False
+
+    def after_batch(self, *, is_last_of_epoch: bool, is_finished: bool) -> None:
+        """Save, if due, after the event ``BATCH_CHECKPOINT``.
+
+        Args:
+            is_last_of_epoch: No batch of this epoch is left.
+            is_finished: The maximum duration is reached.
+        """
+        if self.checkpointer is None:
+            return
+        if is_last_of_epoch and (is_finished or self._is_epoch_due()):
+            return
+        due = self._ask("batch", Event.BATCH_CHECKPOINT)
+        if is_finished:
+            due = due or Due(f"ba{self._state.timer.batch}", "end")
+        if due is not None:
+            self._save(due.name, is_final=is_finished)
+
+    def after_epoch(self, *, is_finished: bool) -> None:
+        """Save, if due, after the event ``EPOCH_CHECKPOINT``."""
+        if self.checkpointer is None:
+            return
+        due = self._ask("epoch", Event.EPOCH_CHECKPOINT)
+        if is_finished:
+            due = due or Due(f"ep{self._state.timer.epoch}", "end")
+        if due is not None and (is_finished or self._saved_at != self._point):
+            self._save(due.name, is_final=is_finished)
+
+    def save_now(self, name: str | None = None) -> PendingSave[Any]:
+        """Save at the user's wish.
+
+        Raises:
+            UsageError: No folder, or in the middle of a batch.
+        """
+        if self.checkpointer is None:
+            raise UsageError("There is no folder to save to.", hint="Give the trainer save_folder.")
+        if self._is_in_batch:
+            raise UsageError(
+                "A checkpoint in the middle of a batch could not be resumed from.",
+                hint="Save at batch_end or later.",
+            )
+        if name is not None:
+            return self._save(name, reason="manual", is_named=True)
+        return self._save(self._natural_name(), reason="manual")
+
+    @property
+    def is_stop_asked(self) -> bool:
+        """Return whether a signal asked to end."""
+        return self.checkpointer is not None and self.checkpointer.stop_signal is not None
+
+    def stop_if_asked(self) -> None:
+        """Save and leave, if a signal asked for it.
+
+        Raises:
+            Preempted: Once the state is safe, or the grace period is over.
+        """
+        if self.is_stop_asked:
+            self.stop()
+
+    def stop(self) -> None:
+        """Save this point, unless it was just saved, and leave.
+
+        Raises:
+            Preempted: Always.
+        """
+        assert self.checkpointer is not None
+        number = self.checkpointer.stop_signal
+        assert number is not None
+        deadline_s = time.monotonic() + self._grace_s
+        pending, name = self._last, None
+        is_saved = self._saved_at == self._point and not self._state.pending_eval
+        if not is_saved and self._point == self._started_at:
+            raise Preempted(int(number), self.checkpointer.resumed_from)  # nothing new to save
+        try:
+            if pending is None or not is_saved:
+                pending = self._save(self._natural_name(), reason="signal")
+            pending.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
+            name = pending.name
+        except DeadlineError:
+            _log.error(
+                "Signal %d: the state was not safe within %.0f s; leaving.", number, self._grace_s
+            )
+        except CheckpointError:
+            _log.exception("Signal %d: the state could not be saved; leaving.", number)
+        raise Preempted(int(number), name)
+
+    def rescue(self, error: BaseException) -> None:
+        """Keep what can be kept after an error in the loop; the error itself is the caller's.
+
+        The last clean point is saved, so that a resume is exact. Where it is lost, because the
+        optimizers had begun to step or a buffer had changed, the state goes into a diagnostic
+        checkpoint that no resume takes. A failure in here becomes a note of the error.
+        """
+        state, clean = self._state, self._clean
+        if self.checkpointer is None or isinstance(error, FencedError):
+            return
+        if self._point == self._started_at:
+            return  # nothing was trained yet that could be lost
+        try:
+            if clean is not None and clean.is_intact(state.bare_model):
+                if self._saved_at == self._point and not state.pending_eval:
+                    return
+                clean.put_back(self._loader)
+                notes = ("Saved after an error: callbacks may have seen a part of the next batch.",)
+                pending = self._save(self._natural_name(), reason="exception", notes=notes)
+            else:
+                pending = self.checkpointer.save_diagnostic(
+                    "failed", f"ba{state.timer.batch}", extra={}, wait=False
+                )
+            pending.wait(timeout_s=self._grace_s)
+            attach_note(error, f"The state was saved as {pending.name!r}.")
+        except Exception as failure:  # noqa: BLE001 - recorded with the error that matters
+            attach_note(error, f"The state could not be saved: {failure!r}")
+
+    def on_non_finite(self, loss: torch.Tensor) -> None:
+        """Write a diagnostic checkpoint and raise.
+
+        Raises:
+            NonFiniteLossError: Always.
+        """
+        state = self._state
+        batch = state.timer.batch + 1
+        what = f"The loss of batch {batch} is {float(loss)}."
+        if self.checkpointer is None:
+            raise NonFiniteLossError(what, safe="The weights are those before it.", batch=batch)
+        pending = None
+        try:
+            extra = {"batch": state.batch, "outputs": _detached(state.outputs)}
+            pending = self.checkpointer.save_diagnostic("nan", f"ba{batch}", extra=extra, wait=True)
+        except Exception as failure:
+            raise NonFiniteLossError(
+                what, safe=f"State and batch could not be saved: {failure}", batch=batch
+            ) from failure
+        raise NonFiniteLossError(
+            what,
+            safe=f"State, batch and outputs before the step are in {pending.name!r}.",
+            hint="Look into them, then resume from a checkpoint before with other settings.",
+            checkpoint=pending.name,
+            batch=batch,
+        )
+
+    def _save(
+        self,
+        name: str,
+        *,
+        reason: str = "schedule",
+        is_final: bool = False,
+        is_named: bool = False,
+        notes: tuple[str, ...] = (),
+    ) -> PendingSave[Any]:
+        assert self.checkpointer is not None
+        pending = self.checkpointer.save(
+            name if is_named else self._name(name),
+            metrics=self._metrics(),
+            reason=reason,
+            is_final=is_final,
+            notes=(*self._loader.notes, *notes),
+        )
+        self._last, self._saved_at = pending, self._point
+        self.saved_names.append(pending.name)
+        return pending
+
+    @property
+    def _point(self) -> tuple[int, int]:
+        """Return what tells two points of a training apart."""
+        return self._state.timer.batch, self._state.timer.epoch
+
+    def _natural_name(self) -> str:
+        timer = self._state.timer
+        return f"ba{timer.batch}" if timer.batch_in_epoch else f"ep{timer.epoch}"
+
+    def _ask(self, moment: Any, event: Event) -> Due | None:
+        self._asked_at = self._state.timer.snapshot()
+        return self._schedule.due(moment, self._asked_at, self._state, event)
+
+    def _is_epoch_due(self) -> bool:
+        """Return whether the epoch that now ends is due, or ends the training."""
+        done = self._state.timer.epoch + 1
+        whole = self._state.max_duration
+        if whole.unit is TimeUnit.EPOCH and done >= whole.value:
+            return True
+        return any(
+            isinstance(interval, Time)
+            and interval.unit is TimeUnit.EPOCH
+            and done % int(interval.value) == 0
+            for interval in self._schedule.intervals
+        )
+
+    def _new_schedule(self) -> Schedule:
+        return Schedule(
+            self._interval,
+            max_duration=self._state.max_duration,
+            steps_per_epoch=self._state.steps_per_epoch,
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        """Return what checkpoints are ranked by: the loss, and metrics of these very weights."""
+        loss = self._state.loss
+        found: dict[str, float] = {}
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            found["loss"] = float(loss)
+        if self.evaluation is not None:
+            found.update(scalar_metrics(self.evaluation.fresh_metrics()))
+        return found
+
+    def _name(self, natural: str) -> str:
+        if self._name_format is None:
+            return natural
+        fields = {
+            **{k: v for k, v in self._state.timer.snapshot().items() if k != "wall_s"},
+            "name": natural,
+            "rank": global_rank(),
+            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+        }
+        try:
+            return self._name_format.format(**fields)
+        except (KeyError, IndexError, ValueError) as error:
+            raise UsageError(
+                f"save_name_format={self._name_format!r} cannot be filled in: {error!r}.",
+                hint=f"Known are {', '.join(sorted(fields))}.",
+            ) from error
+
+
+def attach_note(error: BaseException, text: str) -> None:
+    """Add a line to what is printed with an error; logged where Python cannot (3.10)."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        _log.error("%s", text)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {key: _detached(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_detached(one) for one in value]
+    return value

@@ -1,0 +1,213 @@
+"""One training's part in a run: what is tracked, what it went on from, opening and closing."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..checkpoint import open_source
+from ..errors import UsageError
+from ..state.loader import ResumableLoader
+from ..state.objects import Value
+from .algorithm import Algorithm
+from .callback import Callback
+from .loading import ObjectStore, open_place, restore_all, restore_weights
+from .metrics import Metrics
+from .state import State
+
+if TYPE_CHECKING:
+    from ..checkpointer import Checkpointer
+
+__all__ = ["Session", "tracked_items"]
+
+_log = logging.getLogger(__name__)
+_OPTIONAL = frozenset({"loader", "trainer", "rank_zero_seed", "current_metrics"})
+
+
+def tracked_items(state: State, *, loader: ResumableLoader, metrics: Metrics) -> dict[str, Any]:
+    """Return what a training saves, in the layout that readers of a checkpoint see.
+
+    Args:
+        state: The training; its ``serialized_attributes`` choose.
+        loader: Saved as ``loader``: the position in the data.
+        metrics: Training metrics, saved in the middle of an epoch with ``trainer``.
+    """
+    items: dict[str, Any] = {}
+    for attribute in state.serialized_attributes:
+        if attribute == "model":
+            items[attribute] = state.bare_model
+        elif attribute == "timer":
+            items[attribute] = state.timer
+        elif attribute in ("algorithms", "callbacks"):
+            named = state.named(attribute)
+            items[attribute] = {name: one for name, one in named.items() if _has_state(one)}
+        elif attribute in ("optimizers", "schedulers", "scaler"):
+            items[attribute] = state.named(attribute)
+        else:
+            items[attribute] = _attribute(state, attribute)
+    items["loader"] = loader
+    items["trainer"] = Value(
+        lambda: {
+            "pending_eval": state.pending_eval,
+            "stopped_for": state.stopped_for,
+            "train_metrics": metrics.state_dict(),
+        },
+        lambda value: _set_trainer(state, metrics, value),
+    )
+    return items
+
+
+class Session:
+    """Open a run for a training and restore what it goes on from.
+
+    Args:
+        state: The training.
+        loader: Its loader.
+        metrics: Its training metrics.
+        folder: The run; ``None``: nothing is saved.
+        resume: ``"never"``, ``"auto"`` or ``"must"``.
+        run_options: Passed on to :class:`Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        loader: ResumableLoader,
+        metrics: Metrics,
+        folder: str | None,
+        resume: Literal["never", "auto", "must"],
+        run_options: Mapping[str, Any],
+    ) -> None:
+        self._state = state
+        self._loader = loader
+        self._metrics = metrics
+        self._folder = folder
+        self._resume = resume
+        self._run_options = dict(run_options)
+        self._rng: Mapping[str, Any] | None = None
+        self.is_restored = False
+        self.checkpointer: Checkpointer | None = None
+
+    def load(
+        self,
+        path_format: str | os.PathLike[str] | None,
+        *,
+        object_store: ObjectStore | None,
+        weights_only: bool,
+        strict: bool,
+        chunk_size_bytes: int,
+        is_bar_shown: bool,
+    ) -> None:
+        """Restore the newest checkpoint of the run, or else what ``path_format`` names.
+
+        Args:
+            path_format: Where the first start goes on from; ``None``: from the beginning.
+            object_store: Where that is downloaded from.
+            weights_only: Load only the model's weights from there.
+            strict: Whether their names must match exactly.
+            chunk_size_bytes: Bytes of one piece of a download.
+            is_bar_shown: Whether to show the download.
+
+        Raises:
+            MismatchError: The checkpoint does not fit.
+            MissingError: There is none, and there must be.
+        """
+        if object_store is not None and path_format is None:
+            raise UsageError("load_object_store without load_path_format names no object.")
+        if self._folder is not None:
+            self._open_run(path_format)
+        if self.is_restored:
+            assert self.checkpointer is not None
+            if path_format is not None:
+                _log.info(
+                    "Going on from %s of this run, not from %s.",
+                    self.checkpointer.resumed_from,
+                    path_format,
+                )
+        elif path_format is not None:
+            with open_place(
+                os.fspath(path_format),
+                object_store=object_store,
+                chunk_size_bytes=chunk_size_bytes,
+                is_bar_shown=is_bar_shown,
+            ) as place:
+                self._restore(place, weights_only=weights_only, strict=strict)
+        if self.is_restored:
+            self._settle()
+
+    def open(self) -> None:
+        """Be ready to save. Opened again after a ``fit`` that closed it, the run goes on."""
+        if self.checkpointer is not None:
+            self.checkpointer.open()
+
+    def close(self) -> None:
+        """Wait for saves on their way, and take the signal handlers back."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+
+    def take_rng(self) -> Mapping[str, Any] | None:
+        """Return the random generators of the checkpoint, once; then ``None``."""
+        if self.checkpointer is not None and self._rng is None:
+            return self.checkpointer.take_rng()
+        rng, self._rng = self._rng, None
+        return rng
+
+    def _open_run(self, path_format: str | os.PathLike[str] | None) -> None:
+        from ..checkpointer import Checkpointer
+
+        assert self._folder is not None
+        checkpointer = Checkpointer(
+            self._folder, every=None, resume=self._resume, strict=True, **self._run_options
+        )
+        self._state.timer = checkpointer.timer
+        items = tracked_items(self._state, loader=self._loader, metrics=self._metrics)
+        items.pop("timer", None)
+        checkpointer.track(**items)
+        checkpointer.open()
+        self.checkpointer = checkpointer
+        self.is_restored = checkpointer.is_resumed
+
+    def _restore(self, place: str, *, weights_only: bool, strict: bool) -> None:
+        if weights_only:
+            restore_weights(place, self._state.bare_model, strict=strict)
+            return
+        items = tracked_items(self._state, loader=self._loader, metrics=self._metrics)
+        # Files of other makers lack what only this trainer keeps.
+        stored = set(open_source(place).trees)
+        lacking = _OPTIONAL & (items.keys() - stored)
+        wanted = items.keys() - lacking
+        if self.checkpointer is None:
+            report, self._rng = restore_all(place, {name: items[name] for name in wanted})
+        else:
+            report = self.checkpointer.restore(place, items=sorted(wanted) if lacking else None)
+        _log.info("%s", report.summary())
+        self.is_restored = True
+
+    def _settle(self) -> None:
+        """Make a training that was stopped early stay stopped, unless it was made longer."""
+        state = self._state
+        if state.stopped_for == str(state.max_duration):
+            state.stop_training()
+        else:
+            state.stopped_for = None
+
+
+def _attribute(state: State, name: str) -> Value:
+    if not hasattr(state, name):
+        raise UsageError(f"serialized_attributes names {name!r}, which the state does not have.")
+    return Value(lambda: getattr(state, name), lambda value: setattr(state, name, value))
+
+
+def _set_trainer(state: State, metrics: Metrics, value: Mapping[str, Any]) -> None:
+    state.pending_eval = value["pending_eval"]
+    state.stopped_for = value["stopped_for"]
+    metrics.load_state_dict(value["train_metrics"])
+
+
+def _has_state(listener: object) -> bool:
+    """Return whether a listener keeps a state: it has a ``state_dict`` of its own."""
+    own = type(listener).state_dict  # type: ignore[attr-defined]
+    return own is not Callback.state_dict and own is not Algorithm.state_dict

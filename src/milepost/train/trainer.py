@@ -1,0 +1,387 @@
+"""The trainer: a training with its checkpoints, assembled from the pieces of this package."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from ..display import Bar, training_bar
+from ..errors import NonFiniteLossError, Preempted, UsageError
+from ..progress.time import Time, TimeUnit
+from ..state.loader import ResumableLoader
+from .algorithm import Algorithm
+from .callback import Callback
+from .data import DataSpec
+from .dispatch import Dispatch
+from .evaluating import Evaluation, EvaluationCutOff
+from .evaluator import MetricSpec, as_evaluators
+from .events import Event
+from .loading import ObjectStore
+from .loop import Loop
+from .metrics import Metrics
+from .model import Loss, adapt
+from .places import save_location
+from .precision import Precision, check_precision, make_scaler
+from .saving import Saving, attach_note
+from .seeding import choose_seed, make_deterministic, seed_everything
+from .session import Session
+from .state import State, global_rank
+from .step import TrainStep
+
+__all__ = ["Trainer"]
+
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Train a model, save it while it trains, and go on exactly where a run stopped.
+
+    Args:
+        model: A module with ``forward(batch)`` and ``loss(outputs, batch)``, or any module plus
+            ``loss_fn`` for batches ``(inputs, targets)``.
+        train_dataloader: Any iterable of batches, a :class:`DataSpec`, or its arguments as a dict.
+        optimizers: One or several, over the model's parameters.
+        max_duration: Length of the whole training: ``"90ep"``, ``"1e6tok"``, ``"24h"``, or a whole
+            number of epochs. Not restored, so that a training can be made longer.
+        loss_fn: ``(outputs, targets) -> loss``.
+        eval_dataloader: A loader, an :class:`Evaluator`, or several evaluators.
+        eval_metrics: Metrics for a bare ``eval_dataloader``.
+        eval_interval: When a bare ``eval_dataloader`` is evaluated.
+        schedulers: Learning rate schedulers of torch.
+        step_schedulers_every: After each ``"batch"`` or each ``"epoch"``.
+        precision: ``"fp32"``, ``"amp"`` or ``"amp_fp16"``, ``"amp_bf16"``. Not restored.
+        scaler: A gradient scaler. ``None``: one is made if the precision needs it.
+        grad_accum: Microbatches per batch.
+        algorithms: Changes to the training, such as :class:`EMA`.
+        callbacks: What else to do at its events.
+        steps_per_epoch: Batches that make an epoch; ``None``: all the loader has.
+        seed: Of rank 0; rank r uses this plus r. ``None``: a random one, saved with the run.
+        deterministic_mode: Make torch use deterministic kernels, in the whole process.
+        compute_training_metrics: Compute metrics over each training epoch.
+        train_metrics: Which; ``None``: those of ``model.metrics(train=True)``.
+        progress_bar: Show the progress on standard error.
+        device: Where to move the model; ``None``: it stays where it is.
+        run_name: Name of the run, for a relative ``save_folder``.
+        save_folder: Where to save. Relative: in ``./runs/<run_name or time>/rank_0/``. ``None``:
+            nothing is saved.
+        save_interval: When: ``"1ep"``, ``"500ba"``, ``"0.1dur"``, ``"30m"``, a whole number of
+            epochs, a callable ``(state, event) -> bool``, or several. The end is always saved.
+        save_compression: ``"gzip"``, ``"bzip2"`` or ``"lzma"`` for single-file checkpoints.
+        save_format: ``"milepost"``, or ``"torch"`` for one ``.pt`` file per checkpoint.
+        save_name_format: Names such as ``"ep{epoch}-ba{batch}"``; ``None``: ``ep3``, ``ba500``.
+        keep: Which checkpoints to keep, such as ``[KeepLast(3)]``; empty: all.
+        on_save_error: ``"raise"`` or ``"warn"``, when a save fails in the background.
+        grace_s: Seconds within which the state must be safe after SIGTERM or SIGUSR1.
+        resume: ``"never"``; ``"auto"``: from the newest checkpoint of the run, if there is one;
+            ``"must"``: an error if there is none.
+        load_path_format: A checkpoint, a run (its newest) or a ``.pt`` file to go on from;
+            ``{rank}``, ``{local_rank}`` and ``{node_rank}`` are filled in.
+        load_object_store: Where ``load_path_format`` is downloaded from.
+        load_weights_only: Load the weights and nothing else: a new training begins on them.
+        load_strict: Whether the names of these weights must match exactly.
+        load_chunk_size: Bytes of one piece of a download.
+        load_progress_bar: Show the download.
+
+    Attributes:
+        state: Everything the training consists of.
+
+    Raises:
+        UsageError: Arguments that make no sense, alone or together.
+        ExistsError: ``resume="never"`` and the folder holds checkpoints.
+        MissingError: No checkpoint where one must be.
+        MismatchError: The checkpoint does not fit; everything that does not is listed.
+    """
+
+    def __init__(  # noqa: PLR0913 - one name for each thing a user can choose, all by keyword
+        self,
+        *,
+        model: torch.nn.Module,
+        train_dataloader: Any,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        max_duration: str | int | Time,
+        loss_fn: Callable[[Any, Any], Loss] | None = None,
+        eval_dataloader: Any = None,
+        eval_metrics: MetricSpec = None,
+        eval_interval: Any = "1ep",
+        schedulers: Any = None,
+        step_schedulers_every: Literal["batch", "epoch"] = "epoch",
+        precision: Precision | str = Precision.FP32,
+        scaler: Any = None,
+        grad_accum: int = 1,
+        algorithms: Algorithm | Sequence[Algorithm] = (),
+        callbacks: Callback | Sequence[Callback] = (),
+        steps_per_epoch: int | None = None,
+        seed: int | None = None,
+        deterministic_mode: bool = False,
+        compute_training_metrics: bool = False,
+        train_metrics: MetricSpec = None,
+        progress_bar: bool = True,
+        device: torch.device | str | None = None,
+        run_name: str | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        save_interval: Any = "1ep",
+        save_compression: str | None = "",
+        save_format: Literal["milepost", "torch"] = "milepost",
+        save_name_format: str | None = None,
+        keep: Sequence[Any] = (),
+        on_save_error: Literal["raise", "warn"] = "raise",
+        grace_s: float = 30.0,
+        resume: Literal["never", "auto", "must"] = "never",
+        load_path_format: str | os.PathLike[str] | None = None,
+        load_object_store: ObjectStore | None = None,
+        load_weights_only: bool = False,
+        load_strict: bool = False,
+        load_chunk_size: int = 1_048_576,
+        load_progress_bar: bool = True,
+    ) -> None:
+        folder = save_location(save_folder, run_name=run_name, resume=resume)
+        if step_schedulers_every not in ("batch", "epoch"):
+            raise UsageError(f"step_schedulers_every={step_schedulers_every!r}: batch or epoch?")
+        if deterministic_mode:
+            make_deterministic()
+        if device is not None:
+            model.to(device)
+        data = DataSpec.of(train_dataloader)
+        self._loader = ResumableLoader(data.dataloader)
+        self.state = State(
+            model,
+            max_duration=max_duration,
+            rank_zero_seed=choose_seed(seed),
+            train_dataloader=data.dataloader,
+            grad_accum=grad_accum,
+            precision=precision,
+            optimizers=optimizers,
+            schedulers=schedulers,
+            scaler=scaler,
+            algorithms=algorithms,
+            callbacks=callbacks,
+            steps_per_epoch=steps_per_epoch,
+        )
+        state = self.state
+        if not state.optimizers:
+            raise UsageError("A training needs an optimizer.")
+        check_precision(state.precision, state.device)
+        if state.scaler is None:
+            state.scaler = make_scaler(state.precision, state.device)
+        state.evaluators = as_evaluators(
+            eval_dataloader,
+            model=state.bare_model,
+            metrics=eval_metrics,
+            eval_interval=eval_interval,
+        )
+        how = adapt(state.bare_model, loss_fn=loss_fn)
+        seed_everything(state.seed)
+        self._dispatch = Dispatch(state)
+        self._dispatch.run(Event.INIT)
+        metrics = _training_metrics(
+            state.bare_model, wanted=compute_training_metrics, given=train_metrics
+        )
+        metrics.reset(state.device)
+        self._session = Session(
+            state,
+            loader=self._loader,
+            metrics=metrics,
+            folder=folder,
+            resume=resume,
+            run_options={
+                "keep": keep,
+                "save_format": save_format,
+                "save_compression": save_compression or None,
+                "on_save_error": on_save_error,
+                "grace_s": grace_s,
+            },
+        )
+        self._session.load(
+            load_path_format,
+            object_store=load_object_store,
+            weights_only=load_weights_only,
+            strict=load_strict,
+            chunk_size_bytes=load_chunk_size,
+            is_bar_shown=load_progress_bar and global_rank() == 0,
+        )
+        self._saving = Saving(
+            state,
+            loader=self._loader,
+            checkpointer=self._session.checkpointer,
+            interval=save_interval,
+            name_format=save_name_format,
+            grace_s=grace_s,
+        )
+        self._evaluation = Evaluation(
+            state,
+            model=how,
+            dispatch=self._dispatch,
+            should_stop=lambda: self._saving.is_stop_asked,
+        )
+        self._saving.evaluation = self._evaluation
+        self._loop = Loop(
+            state,
+            data=data,
+            loader=self._loader,
+            dispatch=self._dispatch,
+            step=TrainStep(
+                state,
+                model=how,
+                data=data,
+                dispatch=self._dispatch,
+                metrics=metrics,
+                on_non_finite=self._saving.on_non_finite,
+                on_step=self._saving.unmark,
+            ),
+            evaluation=self._evaluation,
+            saving=self._saving,
+            metrics=metrics,
+            steps_schedulers_per_batch=step_schedulers_every == "batch",
+        )
+        self._is_bar_shown = progress_bar and global_rank() == 0
+        if self._session.is_restored:
+            self._dispatch.after_load()
+
+    def fit(self, duration: str | int | Time | None = None) -> None:
+        """Train until ``max_duration``, from wherever the training stands.
+
+        A training that has come that far already does nothing and succeeds.
+
+        Args:
+            duration: Train for this much more, whatever ``max_duration`` was.
+
+        Raises:
+            NonFiniteLossError: The loss became NaN or infinite; a diagnostic checkpoint says more.
+            Preempted: SIGTERM or SIGUSR1 came; the state is safe. The process ends with 143 or 138.
+            SaveFailedError: More saves in a row failed than is allowed.
+            FencedError: Another process goes on with the same run.
+        """
+        if duration is not None:
+            more = Time.of(duration)
+            self.state.max_duration = self.state.timer.get(more.unit) + more
+        with self._training():
+            self._dispatch.run(Event.FIT_START)
+            self._loop.begin(self._session.take_rng())
+            while not self._loop.is_finished:
+                self._loop.run_epoch()
+            self._dispatch.run(Event.FIT_END)
+
+    def eval(self) -> dict[str, dict[str, Any]]:
+        """Run every evaluator now, outside the training's schedule.
+
+        Returns:
+            Label -> metric name -> value, of the evaluators.
+        """
+        return {
+            evaluator.label: self._evaluation.run_one(evaluator)
+            for evaluator in self.state.evaluators
+        }
+
+    def save_checkpoint(self, name: str | None = None) -> Any:
+        """Save the training now.
+
+        Args:
+            name: Of the checkpoint; ``None``: ``ba500``, or ``ep3`` between two epochs.
+
+        Returns:
+            A ``PendingSave``; the training may go on.
+
+        Raises:
+            UsageError: There is no save folder, or a batch is being trained on.
+        """
+        self._session.open()
+        return self._saving.save_now(name)
+
+    def close(self) -> None:
+        """Wait for saves on their way and leave the run. ``fit`` does this by itself."""
+        self._session.close()
+
+    @property
+    def checkpoint_folder(self) -> str | None:
+        """Return the folder of the run, or ``None`` when nothing is saved."""
+        return self._saving.checkpoint_folder
+
+    @property
+    def checkpoint_saver(self) -> Saving:
+        """Return what saves the training; its ``checkpoint_folder`` is the folder of the run."""
+        return self._saving
+
+    @property
+    def saved_checkpoints(self) -> list[str]:
+        """Return the names of the checkpoints of this trainer, oldest first, kept or not."""
+        return self._saving.saved_names
+
+    @property
+    def is_resumed(self) -> bool:
+        """Return whether a checkpoint was restored in full."""
+        return self._session.is_restored
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Surround the loop: signals, errors, progress, and the end of everything."""
+        error: BaseException | None = None
+        self._session.open()
+        self.state.timer.start()
+        try:
+            with training_bar(total=_num_batches(self.state), is_shown=self._is_bar_shown) as bar:
+                self._loop.on_batch = lambda: _show(bar, self.state, self._saving)
+                try:
+                    yield
+                except EvaluationCutOff:
+                    self._saving.stop()
+        except (Preempted, NonFiniteLossError, GeneratorExit) as raised:
+            error = raised
+            raise
+        except BaseException as raised:
+            error = raised
+            self._saving.rescue(raised)
+            raise
+        finally:
+            self.state.timer.stop()
+            _close_all((self._dispatch.close, self._session.close), error)
+
+
+def _training_metrics(model: torch.nn.Module, *, wanted: bool, given: MetricSpec) -> Metrics:
+    if not wanted:
+        return Metrics(None)
+    if given is None and callable(getattr(model, "metrics", None)):
+        given = model.metrics(train=True)  # type: ignore[operator]
+    metrics = Metrics(given)
+    if not len(metrics):
+        raise UsageError(
+            "compute_training_metrics=True, but there are none.",
+            hint="Pass train_metrics, or give the model metrics(train=True).",
+        )
+    return metrics
+
+
+def _num_batches(state: State) -> float | None:
+    whole, steps = state.max_duration, state.steps_per_epoch
+    if whole.unit is TimeUnit.BATCH:
+        return float(whole.value)
+    if whole.unit is TimeUnit.EPOCH and steps is not None:
+        return float(whole.value * steps)
+    return None
+
+
+def _show(bar: Bar, state: State, saving: Saving) -> None:
+    text = f"epoch {state.timer.epoch}"
+    if saving.saved_names:
+        text += f", saved {saving.saved_names[-1]}"
+    bar.update(state.timer.batch, total=_num_batches(state), text=text)
+
+
+def _close_all(steps: Sequence[Callable[[], None]], error: BaseException | None) -> None:
+    """Take every step, and let no failure in one hide the error that came before."""
+    first: Exception | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as failure:  # noqa: BLE001, PERF203 - raised below, or noted
+            earlier = error or first
+            if earlier is None:
+                first = failure
+            else:
+                attach_note(earlier, f"Another error while closing: {failure!r}")
+    if first is not None:
+        raise first
