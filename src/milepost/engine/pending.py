@@ -42,7 +42,7 @@ class PendingSave(Generic[T]):
         Raises:
             DeadlineError: It did not end within ``timeout_s`` seconds.
         """
-        self._await(timeout_s)
+        self.check_done(timeout_s)
         self.was_reported = True
         return self._error
 
@@ -56,15 +56,11 @@ class PendingSave(Generic[T]):
             DeadlineError: It did not end in time; it goes on in the background.
             CheckpointError: The save failed; earlier checkpoints are intact.
         """
-        self._await(timeout_s)
+        self.check_done(timeout_s)
         self.was_reported = True
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
-
-    def join(self) -> None:
-        """Wait for the end, without taking note of how it ended. For the engine."""
-        self._done.wait()
 
     @property
     def unreported_error(self) -> BaseException | None:
@@ -81,7 +77,12 @@ class PendingSave(Generic[T]):
         self._error = error
         self._done.set()
 
-    def _await(self, timeout_s: float | None) -> None:
+    def check_done(self, timeout_s: float | None) -> None:
+        """Wait for the end, without taking note of how it ended. For the engine.
+
+        Raises:
+            DeadlineError: It did not end within ``timeout_s`` seconds.
+        """
         if not self._done.wait(timeout_s):
             raise DeadlineError(
                 f"The save of {self.name} was not committed within {timeout_s:g} s.",

@@ -131,7 +131,7 @@ class Saver(Generic[T]):
             raise self._fenced
         started_s = time.perf_counter()
         if self._current is not None:
-            self._current.join()
+            self._current.check_done(None)
         waited_s = time.perf_counter() - started_s
         self._plan = make_plan(items, self._plan)
         planned_s = time.perf_counter() - started_s - waited_s
@@ -354,6 +354,6 @@ def _aligned(data: bytes) -> memoryview:
 def _software() -> dict[str, str]:
     return {
         "milepost": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
     }

@@ -123,10 +123,18 @@ class Schedule:
         found.sort(key=lambda due: not due.name.startswith("ep"))
         return found[0] if found else None
 
-    def would_be_due(self, moment: Moment, counters: Counters) -> bool:
-        """Return whether a time interval would be due, without counting it as asked."""
+    def epoch_would_be_due(self, counters: Counters) -> bool:
+        """Return whether an interval in epochs would be due, without counting it as asked.
+
+        A save after the last batch of an epoch may be left to the one after the epoch.
+
+        Args:
+            counters: The counters as they will be after the epoch.
+        """
         return any(
-            isinstance(interval, Time) and self._passed(interval, moment, counters)
+            isinstance(interval, Time)
+            and interval.unit is TimeUnit.EPOCH
+            and self._passed(interval, "epoch", counters)
             for interval in self.intervals
         )
 
@@ -156,7 +164,7 @@ class Schedule:
 
     @staticmethod
     def _name(interval: Time, moment: Moment, counters: Counters) -> str:
-        if interval.unit is TimeUnit.DURATION:
+        if interval.unit is TimeUnit.DURATION or moment == "epoch":
             return _natural_name(moment, counters)
         value = counters[_COUNTER[interval.unit]]
         return f"{interval.unit}{int(value)}"

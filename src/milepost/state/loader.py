@@ -51,6 +51,8 @@ class ResumableLoader:
         self._start: dict[str, Any] | None = None
         self._pending: Mapping[str, Any] | None = None
         self._iterator: Iterator[Any] | None = None
+        self.fetch_rng: dict[str, Any] | None = None
+        """The random state right before the newest batch was fetched."""
 
     @property
     def num_batches(self) -> int | None:
@@ -117,6 +119,7 @@ class ResumableLoader:
                 apply_rng(rng)
         iterator = self._iterator
         while True:
+            self.fetch_rng = capture_rng()
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -271,7 +274,12 @@ class _SkippingLoader:
 
     def start(self, num_batches: int) -> Iterator[Any]:
         self._skip.num_skipped = num_batches
-        return iter(self._twin)
+        iterator = iter(self._twin)
+        # Torch draws the seed of the workers when the iterator is made and the order when the first
+        # batch is asked for. Stepping over batches asks for the order, so it comes after, and before
+        # the caller puts the random state of the checkpoint in place.
+        self._skip.step_over()
+        return iterator
 
 
 class _SkippingSampler:
@@ -280,22 +288,54 @@ class _SkippingSampler:
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.num_skipped = 0
+        self._rest: _Skipped | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         skip, self.num_skipped = self.num_skipped, 0
-        sampler = self.sampler
-        if skip and type(sampler) is BatchSampler and _is_indexed(sampler.sampler):
+        if not skip:
+            return iter(self.sampler)
+        self._rest = _Skipped(self.sampler, skip)
+        return self._rest
+
+    def step_over(self) -> None:
+        """Leave out the first few now, if that has not happened yet."""
+        if self._rest is not None:
+            self._rest.step_over()
+            self._rest = None
+
+
+class _Skipped:
+    """The rest of a sampler, behind some batches."""
+
+    def __init__(self, sampler: Any, num_skipped: int) -> None:
+        self._sampler = sampler
+        self._num_skipped = num_skipped
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.step_over())
+
+    def step_over(self) -> Iterator[Any]:
+        if self._batches is None:
+            self._batches = self._behind()
+        return self._batches
+
+    def _behind(self) -> Iterator[Any]:
+        sampler = self._sampler
+        if type(sampler) is BatchSampler and _is_indexed(sampler.sampler):
             # Step over single indices at C speed instead of building the batches.
             indices = iter(sampler.sampler)
-            deque(itertools.islice(indices, skip * sampler.batch_size), maxlen=0)
-            yield from BatchSampler(_Rest(indices), sampler.batch_size, sampler.drop_last)
-            return
+            deque(itertools.islice(indices, self._num_skipped * sampler.batch_size), maxlen=0)
+            return iter(BatchSampler(_Rest(indices), sampler.batch_size, sampler.drop_last))  # type: ignore[arg-type]
         batches = iter(sampler)
-        deque(itertools.islice(batches, skip), maxlen=0)
-        yield from batches
+        deque(itertools.islice(batches, self._num_skipped), maxlen=0)
+        return batches
 
 
 class _Rest:

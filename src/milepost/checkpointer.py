@@ -1,0 +1,659 @@
+"""The checkpointer: any training loop, kept alive.
+
+    with Checkpointer("runs/digits", every="100ba", model=model, optimizer=opt, loader=loader) as run:
+        for epoch in run.epochs(10):
+            for inputs, targets in run.batches(loader):
+                ...
+
+Everything about a batch that has to be right for an exact resume happens between two batches, in
+one place: count it, save if a save is due, look whether a signal asked us to end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from .checkpoint import Checkpoint, Place, Run, open_source
+from .engine.pending import PendingSave
+from .engine.save import SaveRequest
+from .engine.signals import StopSignals
+from .errors import CheckpointError, MismatchError, MissingError, Preempted, UsageError
+from .naming import NameFormat, as_number, natural_name
+from .progress.schedule import Schedule
+from .progress.timer import Timer
+from .runs.keep import KeepPolicy
+from .state.cleanliness import CleanState
+from .state.loader import ResumableLoader
+from .state.objects import Stateful, Value
+from .state.report import LoadReport
+from .state.rng import apply_rng, capture_rng
+from .state.source import StateSource, load_item
+from .state.tracked import Tracked
+from .tensors.pack import pack_item
+from .writer import Resume, RunWriter, WriterOptions
+
+__all__ = ["Checkpointer", "Value"]
+
+_log = logging.getLogger("milepost")
+
+
+class Checkpointer:
+    """Save and resume a training loop.
+
+    Args:
+        folder: Folder of the run.
+        every: When to save: ``"1ep"``, ``"100ba"``, ``"30m"``, a whole number of epochs, a callable
+            ``(checkpointer, moment) -> bool``, or a list of those. ``None`` saves only where
+            :meth:`save` is called and at the end.
+        keep: Retention policies; what at least one keeps, stays. Empty keeps everything.
+        resume: ``"auto"`` goes on from the newest whole checkpoint or starts afresh; ``"must"``
+            refuses to start afresh; ``"never"`` refuses a run that holds checkpoints.
+        save_format: ``"milepost"``, or ``"torch"`` for one file per checkpoint.
+        save_compression: For single files: ``"gzip"``, ``"bzip2"``, ``"lzma"``.
+        save_name_format: Pattern for names, such as ``"{name}"`` or ``"ep{epoch}-ba{batch}"``.
+        on_save_error: ``"raise"`` at the next chance, or ``"warn"`` and go on training.
+        max_failed_saves: With ``"warn"``: how many saves in a row may fail before training stops.
+        async_save: Whether :meth:`save` returns once the state is copied. Otherwise it waits.
+        link_unchanged: Whether frozen weights that did not change share one file.
+        handle_signals: Whether SIGTERM and SIGUSR1 save and end the loop.
+        grace_s: Seconds from such a signal to the moment the process must be gone.
+        strict: Whether a resume demands that state and objects fit exactly.
+        **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
+            ``state_dict`` and ``load_state_dict``, a :class:`Value`, or a dict of such.
+
+    Raises:
+        UsageError: An option or object that makes no sense.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: Any = None,
+        keep: Sequence[KeepPolicy] = (),
+        resume: Resume = "auto",
+        save_format: str = "milepost",
+        save_compression: str | None = None,
+        save_name_format: str | None = None,
+        on_save_error: str = "raise",
+        max_failed_saves: int = 3,
+        async_save: bool = True,
+        link_unchanged: bool = True,
+        handle_signals: bool = True,
+        grace_s: float = 30.0,
+        strict: bool = True,
+        **objects: Any,
+    ) -> None:
+        options = WriterOptions(
+            resume=resume,
+            keep=tuple(keep),
+            save_format=save_format,
+            save_compression=save_compression,
+            on_save_error=on_save_error,
+            max_failed_saves=max_failed_saves,
+            link_unchanged=link_unchanged,
+        )
+        self.folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))  # noqa: PTH100, PTH111
+        self.timer = Timer()
+        self._strict = strict
+        self._async_save = async_save
+        self._writer = RunWriter(self.folder, options)
+        self._tracked = Tracked(strict=strict)
+        self._schedule = Schedule(every)
+        self._name_format = NameFormat(save_name_format) if save_name_format else None
+        self._signals = StopSignals(grace_s=grace_s) if handle_signals else None
+        self._loaders: dict[int, ResumableLoader] = {}
+        self._metrics: dict[str, Any] = {}
+        self._rng: Mapping[str, Any] | None = None
+        self._source: StateSource | None = None
+        self._origin: Checkpoint | None = None
+        self._unclaimed: set[str] = set()
+        self._clean = CleanState()
+        self._saved_at: tuple[Any, ...] | None = None
+        self._last: PendingSave[Checkpoint] | None = None
+        self._total_epochs: int | None = None
+        self._is_open = False
+        self.resumed_is_final = False
+        self.load_report: LoadReport | None = None
+        self._tracked.add("timer", self.timer)
+        self.track(**objects)
+
+    # -- tracking ------------------------------------------------------------------------------
+
+    def track(self, **objects: Any) -> None:
+        """Track more objects by name; one that the resumed checkpoint holds is restored at once.
+
+        Raises:
+            DuplicateNameError: A name is taken.
+            UsageError: An object that cannot be tracked.
+            MismatchError: The stored state does not fit it.
+        """
+        for name, target in objects.items():
+            self._tracked.add(name, self._trackable(target))
+            if self._source is not None:
+                self._claim_late(name, target)
+
+    def _trackable(self, target: Any) -> Any:
+        known = isinstance(target, nn.Module | Optimizer | Value | Mapping | tuple | ResumableLoader)
+        is_loader = isinstance(target, DataLoader) or (
+            not known and not isinstance(target, Stateful) and isinstance(target, Iterable)
+        )
+        if not is_loader or isinstance(target, str | bytes):
+            return target
+        return self._loaders.setdefault(id(target), ResumableLoader(target))
+
+    def _claim_late(self, name: str, target: Any) -> None:
+        """Restore an object that was tracked after the resume."""
+        assert self._source is not None
+        if name not in self._source.trees:
+            if self._strict:
+                raise MismatchError(
+                    f"{self._source.name}, which the run goes on from, holds no {name!r}.",
+                    hint="Track it from the first start on, or use strict=False.",
+                    name=name,
+                )
+            return
+        self._tracked.restore(self._source, items={name})
+        self._unclaimed.discard(name)
+        if hasattr(target, "get_last_lr"):
+            # Building a scheduler on a restored optimizer changed its learning rates.
+            self._tracked.reapply_optimizer_options(self._source)
+        if not self._unclaimed:
+            self._writer.protected.clear()
+
+    # -- opening and closing -------------------------------------------------------------------
+
+    def open(self, *, origin: Checkpoint | None = None) -> Checkpointer:
+        """Open the run, restore what there is to resume from, and begin to watch for signals.
+
+        Args:
+            origin: Go on from this checkpoint of the run and not from its newest.
+        """
+        if self._is_open:
+            return self
+        self._writer.open(self._resume, origin=origin)
+        self._is_open = True
+        if self._signals is not None:
+            self._signals.install()
+        for _, _, part in self._tracked.optimizers():
+            self._clean.watch_optimizer(part.optimizer)
+        self._clean.watch_modules(self._tracked.models().values())
+        self._schedule.start(self.timer.snapshot())
+        self.timer.start()
+        _OPEN.add(self)
+        return self
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for the save in flight, give back signal handlers. Closing twice is no error.
+
+        Args:
+            timeout_s: How long to wait for the save, in seconds.
+
+        Raises:
+            CheckpointError: A save failed that nobody was told about yet.
+        """
+        if not self._is_open:
+            return
+        try:
+            self._writer.wait(timeout_s)
+        finally:
+            self._is_open = False
+            self.timer.stop()
+            self._clean.release()
+            if self._signals is not None:
+                self._signals.restore()
+            _OPEN.discard(self)
+
+    def __enter__(self) -> Checkpointer:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            if not isinstance(error, Preempted | CheckpointError):
+                self.save_after_error()
+            self.close()
+        except CheckpointError as second:
+            # The error that ended the loop is the one to see; this one is told beside it.
+            _log.error("While ending after %s: %s", type(error).__name__, second)
+
+    # -- state of the run ----------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """Return a fresh handle on the run."""
+        return self._writer.run
+
+    @property
+    def is_resumed(self) -> bool:
+        """Return whether the run goes on from a checkpoint."""
+        return self._writer.resumed_from is not None
+
+    @property
+    def resumed_from(self) -> str | None:
+        """Return the name of the checkpoint that the run goes on from."""
+        return self._writer.resumed_from
+
+    @property
+    def stop_signal(self) -> int | None:
+        """Return the signal that asked us to end, or ``None``."""
+        return None if self._signals is None else self._signals.received
+
+    @property
+    def grace_left_s(self) -> float:
+        """Return the seconds left to save in after such a signal."""
+        return float("inf") if self._signals is None else self._signals.seconds_left
+
+    @property
+    def last_save(self) -> PendingSave[Checkpoint] | None:
+        """Return the handle of the newest save of this process."""
+        return self._last
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Yield the epochs that are left, beginning with the one that was interrupted.
+
+        The end of the last one is always saved and marked final. A finished run yields nothing.
+
+        Args:
+            total: Epochs of the whole training.
+        """
+        self._require_open()
+        self._settle_claims()
+        self._total_epochs = total
+        while self.timer.epoch < total:
+            yield self.timer.epoch
+            self._end_epoch(is_last=self.timer.epoch + 1 >= total)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches that are left of an epoch.
+
+        After each one it is counted, saved if a save is due, and the run ends if a signal asked for
+        it. Leaving the loop with ``break`` ends the epoch; the batch in hand is then not counted.
+
+        Args:
+            loader: The loader; tracked as ``loader`` if it is not tracked yet.
+        """
+        self._require_open()
+        if id(loader) not in self._loaders:
+            self.track(loader=loader)
+        self._settle_claims()
+        resumable = self._loaders[id(loader)]
+        resumable.set_epoch(self.timer.epoch)
+        for batch in resumable.iterate(self.take_rng()):
+            self._clean.begin_batch(resumable)
+            yield batch
+            self._clean.end_batch()
+            self.step(num_samples=_num_samples(batch))
+
+    def step(self, *, num_samples: int = 0, num_tokens: int = 0) -> None:
+        """Count one batch, save if a save is due, and end the run if a signal asked for it.
+
+        :meth:`batches` calls it; call it yourself in loops of your own.
+
+        Raises:
+            Preempted: A signal asked us to end; the state is saved.
+        """
+        self.timer.on_batch_complete(num_samples, num_tokens)
+        counters = self.timer.snapshot()
+        if not self._left_to_epoch_end(counters):
+            due = self._schedule.due("batch", counters, self, "batch")
+            if due is not None:
+                self.save(due.name, reason="interval", is_natural=True)
+        self.stop_if_asked()
+
+    def stop_if_asked(self) -> None:
+        """Save and end the process if a signal asked for it.
+
+        Raises:
+            Preempted: With the exit code ``128 + signal number``.
+        """
+        number = self.stop_signal
+        if number is None:
+            return
+        name = self.save_before_stop()
+        raise Preempted(number, name)
+
+    def save_before_stop(self) -> str | None:
+        """Save within the grace period; return the checkpoint's name, ``None`` if that failed."""
+        try:
+            pending = self._last if self._is_saved() else self.save(reason="signal")
+            if pending is None:
+                return None
+            return pending.wait(self.grace_left_s if self._signals else None).name
+        except CheckpointError as error:
+            _log.error("Asked to end, and the state could not be saved: %s", error)
+            return None
+
+    def log(self, **metrics: Any) -> None:
+        """Note the newest metrics; they go into every checkpoint from now on.
+
+        Args:
+            **metrics: Numbers, or tensors of one element. A tensor is read when a save is made.
+        """
+        self.log_metrics(metrics)
+
+    def log_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Note metrics whose names are no identifiers, such as ``val/loss``."""
+        for name, value in metrics.items():
+            self._metrics[name] = value.detach() if isinstance(value, Tensor) else value
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def save(
+        self,
+        name: str | None = None,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        reason: str = "manual",
+        is_final: bool = False,
+        notes: Sequence[str] = (),
+        wait: bool = False,
+        rng: Mapping[str, Any] | None = None,
+        is_natural: bool = False,
+    ) -> PendingSave[Checkpoint]:
+        """Save the state of everything tracked.
+
+        Args:
+            name: Name of the checkpoint; by default from the progress: ``ep3``, ``ba35``. A name
+                that is taken gets a suffix.
+            metrics: Metrics of this checkpoint beside those that were logged.
+            reason: Why; see ``Manifest.reason``.
+            is_final: Whether training has ended.
+            notes: What a resume from it cannot reproduce exactly.
+            wait: Return only when it is committed.
+            rng: State of the random generators to store in place of the present one.
+            is_natural: Whether ``name`` comes from the progress, so that ``save_name_format``
+                applies.
+
+        Returns:
+            The save on its way.
+
+        Raises:
+            UnsupportedStateError: A value that cannot be stored; nothing was written.
+            CheckpointError: An earlier save failed and ``on_save_error="raise"``.
+        """
+        self._require_open()
+        self._settle_claims()
+        counters = self.timer.snapshot()
+        numbers = {**self._metrics, **(metrics or {})}
+        numbers = {key: as_number(key, value) for key, value in numbers.items()}
+        plain = natural_name(counters) if name is None else name
+        if self._name_format is not None and (name is None or is_natural):
+            plain = self._name_format.name(plain, counters, numbers)
+        pending = self._begin(
+            SaveRequest(
+                name=plain,
+                reason=reason,
+                is_final=is_final,
+                time=counters,
+                metrics=numbers,
+                notes=(*self._exactness_notes(), *notes),
+            ),
+            rng=rng,
+        )
+        self._saved_at = self._point()
+        if wait or not self._async_save:
+            pending.wait()
+        return pending
+
+    def save_diagnostic(
+        self, folder: str, name: str, *, extra: Mapping[str, Any], wait: bool = True
+    ) -> PendingSave[Checkpoint]:
+        """Save the state beside the run, for a look at what went wrong; never resumed from.
+
+        Args:
+            folder: ``nan`` or ``failed``.
+            name: Its name in that folder.
+            extra: More items to store, such as the batch and the outputs.
+            wait: Return only when it is committed.
+        """
+        self._require_open()
+        request = SaveRequest(
+            name=f"{folder}/{name}",
+            reason="nan" if folder == "nan" else "exception",
+            time=self.timer.snapshot(),
+            metrics={},
+        )
+        pending = self._begin(request, extra=extra)
+        if wait:
+            pending.wait()
+        return pending
+
+    def save_after_error(self) -> PendingSave[Checkpoint] | None:
+        """Save after an exception in the loop.
+
+        If nothing was changed since the last finished batch, the checkpoint is one to resume from:
+        the batch is trained again with the random numbers it had. Otherwise the state is between
+        two steps and goes to ``failed/``, for a look and never for a resume.
+
+        Returns:
+            The save, committed; ``None`` if this very point was saved already.
+        """
+        if not self._is_open:
+            return None
+        if self._clean.is_clean() and self._clean.step_back():
+            if self._is_saved():
+                return None
+            rng = self._clean.rng
+            return self.save(reason="exception", wait=True, rng=rng)
+        return self.save_diagnostic("failed", f"ba{self.timer.batch + 1}", extra={})
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the save in flight is committed.
+
+        Raises:
+            DeadlineError: It was not within ``timeout_s`` seconds.
+            CheckpointError: It failed and ``on_save_error="raise"``.
+        """
+        self._writer.wait(timeout_s)
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        source: Place | Checkpoint | None = None,
+        *,
+        items: Iterable[str] | None = None,
+        strict: bool | None = None,
+        trust: bool = False,
+    ) -> LoadReport:
+        """Restore tracked objects from a checkpoint.
+
+        Args:
+            source: Name of a checkpoint of this run, a path, or a handle; by default the newest.
+            items: Only these; ``None`` restores everything, random generators included.
+            strict: Overrides the strictness given at construction.
+            trust: Whether a ``.pt`` file may run code when it is opened.
+
+        Raises:
+            MissingError: There is no such checkpoint.
+            MismatchError: It does not fit; nothing was changed then.
+        """
+        found = self._find(source, trust=trust)
+        wanted = None if items is None else set(items)
+        report = self._tracked.restore(found, items=wanted, strict=strict)
+        if wanted is None or "rng" in wanted:
+            self._restore_rng(found)
+        self._schedule.start(self.timer.snapshot())
+        self._saved_at = None
+        return report
+
+    def load_weights(
+        self,
+        source: Place | Checkpoint,
+        model: nn.Module,
+        *,
+        strict: bool = False,
+        item: str = "model",
+        trust: bool = False,
+    ) -> LoadReport:
+        """Load only the weights of a model; see ``Checkpoint.load_weights``."""
+        from .state.model import load_weights
+
+        return load_weights(self._find(source, trust=trust), item, model, strict=strict)
+
+    def take_rng(self) -> Mapping[str, Any] | None:
+        """Return the random state of the restored checkpoint, once.
+
+        It was applied at the restore already. Whoever begins to iterate applies it again at the
+        last moment, so that nothing drawn in between can matter.
+        """
+        rng, self._rng = self._rng, None
+        return rng
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        request: SaveRequest,
+        *,
+        rng: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> PendingSave[Checkpoint]:
+        items = self._tracked.capture()
+        items += [pack_item(name, value) for name, value in (extra or {}).items()]
+        # A checkpoint made before the first batch after a resume has the random state it resumed.
+        state = rng or self._rng or capture_rng()
+        items.append(pack_item("rng", [dict(state)]))
+        self._last = self._writer.save(items, request)
+        return self._last
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        source = checkpoint.source()
+        late = set(source.trees) - set(self._tracked) - {"rng"}
+        self.load_report = self._tracked.restore(source, expected=late)
+        self._restore_rng(source)
+        self._source, self._unclaimed = source, late
+        self.resumed_is_final = checkpoint.is_final
+        if late:
+            self._writer.protected.add(checkpoint.manifest.name)
+
+    def _restore_rng(self, source: StateSource) -> None:
+        if "rng" not in source.trees:
+            return
+        states = load_item(source, "rng")
+        if states:
+            apply_rng(states[0])
+            self._rng = states[0]
+
+    def _settle_claims(self) -> None:
+        """Refuse to train on while the checkpoint holds state that nobody asked for."""
+        if self._unclaimed and self._strict:
+            names = ", ".join(sorted(self._unclaimed))
+            raise MismatchError(
+                f"The run goes on from {self._writer.resumed_from}, which also holds {names}.",
+                safe="Nothing was trained or saved.",
+                hint="Track objects under these names before the first batch, or use "
+                "strict=False to leave them behind.",
+                names=sorted(self._unclaimed),
+            )
+        self._unclaimed, self._source = set(), None
+        self._writer.protected.clear()
+
+    def _find(self, source: Place | Checkpoint | None, *, trust: bool) -> StateSource:
+        if source is None:
+            latest = self.run.latest()
+            if latest is None:
+                raise MissingError(f"The run at {self.folder} holds no checkpoint.")
+            return latest.source()
+        if isinstance(source, str) and "/" not in source and self._is_open:
+            view = self.run.view
+            if any(found.name == source for found in view.found):
+                return self.run.get(source).source()
+        return open_source(source, trust=trust)
+
+    def _end_epoch(self, *, is_last: bool) -> None:
+        for loader in self._loaders.values():
+            loader.end_epoch()
+        self.timer.on_epoch_complete()
+        due = self._schedule.due("epoch", self.timer.snapshot(), self, "epoch")
+        if is_last or due is not None:
+            self.save(
+                due.name if due else None,
+                reason="interval" if due else "final",
+                is_final=is_last,
+                is_natural=True,
+            )
+        self.stop_if_asked()
+
+    def _left_to_epoch_end(self, counters: Mapping[str, Any]) -> bool:
+        """Return whether this batch ends an epoch whose end will be saved anyway."""
+        lengths = [loader.num_batches for loader in self._loaders.values()]
+        if self._total_epochs is None or counters["batch_in_epoch"] not in lengths:
+            return False
+        after = {**counters, "epoch": counters["epoch"] + 1, "batch_in_epoch": 0}
+        is_last = after["epoch"] >= self._total_epochs
+        return is_last or self._schedule.epoch_would_be_due(after)
+
+    def _point(self) -> tuple[Any, ...]:
+        return (self.timer.epoch, self.timer.batch)
+
+    def _is_saved(self) -> bool:
+        return self._saved_at == self._point()
+
+    def _exactness_notes(self) -> tuple[str, ...]:
+        notes = [note for loader in self._loaders.values() for note in loader.notes]
+        return tuple(dict.fromkeys(notes))
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise UsageError(
+                "The checkpointer is not open.",
+                hint="Use it in a with block, or call open() first.",
+            )
+
+    def unreported_errors(self) -> list[BaseException]:
+        """Return errors of saves that nobody was told about yet."""
+        return self._writer.unreported_errors()
+
+
+_OPEN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _check_at_exit() -> None:
+    """Make a process fail whose last save failed and that never looked.
+
+    Runs after the threads that write have ended. An exit status can no longer be changed here in
+    any other way than by leaving at once.
+    """
+    errors = [error for one in list(_OPEN) for error in one.unreported_errors()]
+    if errors:
+        for error in errors:
+            print(f"milepost: a save failed and nobody was told: {error}", file=sys.stderr)  # noqa: T201
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_check_at_exit)
+
+
+def _num_samples(batch: Any) -> int:
+    """Return the first dimension of the first tensor in a batch; 0 if there is none."""
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return next((count for part in batch if (count := _num_samples(part))), 0)
+    return 0
