@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from queue import SimpleQueue
@@ -206,23 +206,20 @@ def _check_lightly(
 def _read_header(reader: Reader, entry: FileEntry) -> dict[str, StoredTensor]:
     """Return the table of tensors of a part."""
     size_bytes = entry.size_bytes
-    with _pages(min(PAGE_BYTES, size_bytes)) as view:
-        reader.read_into(0, view)
-        length = parse_header_length(bytes(view[:8]), size_bytes=size_bytes, where=entry.path)
-    with _pages(8 + length) as view:
-        reader.read_into(0, view)
-        return parse_header(bytes(view[8:]), size_bytes=size_bytes, where=entry.path)
+    view = _pages(min(PAGE_BYTES, size_bytes))
+    reader.read_into(0, view)
+    length = parse_header_length(bytes(view[:8]), size_bytes=size_bytes, where=entry.path)
+    view = _pages(8 + length)
+    reader.read_into(0, view)
+    return parse_header(bytes(view[8:]), size_bytes=size_bytes, where=entry.path)
 
 
-@contextmanager
-def _pages(size_bytes: int) -> Iterator[memoryview]:
-    """Yield page-aligned memory of a size."""
-    with (
-        mmap.mmap(-1, max(size_bytes, 1)) as pages,
-        memoryview(pages) as whole,
-        whole[:size_bytes] as view,
-    ):
-        yield view
+def _pages(size_bytes: int) -> memoryview:
+    """Return page-aligned memory of a size.
+
+    It is freed with its last user and not by hand: the traceback of an error may hold a slice.
+    """
+    return memoryview(mmap.mmap(-1, max(size_bytes, 1)))[:size_bytes]
 
 
 def _check_blocks(
@@ -230,16 +227,12 @@ def _check_blocks(
 ) -> list[Problem]:
     """Compare every block of the files with its checksum, several at a time."""
     problems: list[Problem] = []
-    buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(_NUM_THREADS):
-        buffers.put(mmap.mmap(-1, BLOCK_BYTES))
-    try:
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="milepost-verify") as pool:
-            for entry in entries:
-                problems += _check_file(store, name, entry, manifest, pool, buffers)
-    finally:
-        while not buffers.empty():
-            buffers.get().close()
+        buffers.put(_pages(BLOCK_BYTES))
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="milepost-verify") as pool:
+        for entry in entries:
+            problems += _check_file(store, name, entry, manifest, pool, buffers)
     return problems
 
 
@@ -249,7 +242,7 @@ def _check_file(
     entry: FileEntry,
     manifest: Manifest,
     pool: ThreadPoolExecutor,
-    buffers: SimpleQueue[mmap.mmap],
+    buffers: SimpleQueue[memoryview],
 ) -> list[Problem]:
     try:
         reader = store.open_reader(file_key(name, entry.path))
@@ -260,9 +253,9 @@ def _check_file(
         offset = block * BLOCK_BYTES
         pages = buffers.get()
         try:
-            with memoryview(pages)[: min(BLOCK_BYTES, entry.size_bytes - offset)] as view:
-                reader.read_into(offset, view)
-                return block, crc32c(view)
+            view = pages[: min(BLOCK_BYTES, entry.size_bytes - offset)]
+            reader.read_into(offset, view)
+            return block, crc32c(view)
         except (FormatError, StorageError) as error:
             return block, error
         finally:

@@ -166,10 +166,10 @@ class LocalWriter:
             view, offset = view[written:], offset + written
 
     def _write_tail(self, fd: int, offset: int, tail: memoryview) -> None:
-        with mmap.mmap(-1, PAGE_BYTES) as page:
-            page[: len(tail)] = bytes(tail)
-            with memoryview(page) as view:
-                self._write(fd, offset, view)
+        # Not closed by hand: the traceback of an error may still hold a slice of it.
+        page = mmap.mmap(-1, PAGE_BYTES)
+        page[: len(tail)] = bytes(tail)
+        self._write(fd, offset, memoryview(page))
 
 
 @final

@@ -80,12 +80,12 @@ def write_key(store: Store, key: str, data: bytes) -> None:
     """Write one key in blocks of page-aligned memory, as the engine does."""
     writer = store.create_writer(key, len(data))
     try:
-        with mmap.mmap(-1, max(PAGE_BYTES, len(data))) as pages:
-            pages[: len(data)] = data
-            with memoryview(pages) as view:
-                for start in range(0, len(data), BLOCK_BYTES):
-                    with view[start : min(start + BLOCK_BYTES, len(data))] as block:
-                        writer.write_at(start, block)
+        # Not closed by hand: the traceback of an error may still hold a slice of it.
+        pages = mmap.mmap(-1, max(PAGE_BYTES, len(data)))
+        pages[: len(data)] = data
+        view = memoryview(pages)[: len(data)]
+        for start in range(0, len(data), BLOCK_BYTES):
+            writer.write_at(start, view[start : start + BLOCK_BYTES])
         writer.close()
     except CheckpointError:
         writer.abort()
@@ -97,11 +97,10 @@ def read_key(store: Store, key: str) -> bytes:
     reader = store.open_reader(key)
     size_bytes = reader.size_bytes
     try:
-        with mmap.mmap(-1, max(PAGE_BYTES, size_bytes)) as pages:
-            with memoryview(pages) as view:
-                for start in range(0, size_bytes, BLOCK_BYTES):
-                    with view[start : min(start + BLOCK_BYTES, size_bytes)] as block:
-                        reader.read_into(start, block)
-            return pages[:size_bytes]
+        pages = mmap.mmap(-1, max(PAGE_BYTES, size_bytes))
+        view = memoryview(pages)[:size_bytes]
+        for start in range(0, size_bytes, BLOCK_BYTES):
+            reader.read_into(start, view[start : start + BLOCK_BYTES])
+        return pages[:size_bytes]
     finally:
         reader.close()
