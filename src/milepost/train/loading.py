@@ -88,8 +88,8 @@ def restore_all(place: str, items: Mapping[str, Any]) -> tuple[LoadReport, Any]:
     for name, target in items.items():
         tracked.add(name, target)
     report = tracked.restore(source)
-    rng = load_item(source, "rng") if "rng" in source.trees else None
-    return report, rng
+    ranks = load_item(source, "rng") if "rng" in source.trees else []
+    return report, ranks[0] if ranks else None
 
 
 def restore_weights(place: str, model: Any, *, strict: bool) -> LoadReport:

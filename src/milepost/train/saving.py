@@ -7,13 +7,12 @@ both due, the save is left to the epoch. The end of the training is always saved
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..engine.signals import StopSignals
 from ..errors import (
     CheckpointError,
     DeadlineError,
@@ -29,7 +28,7 @@ from .evaluating import Evaluation
 from .events import Event
 from .metrics import scalar_metrics
 from .rescue import CleanPoint
-from .state import State, global_rank
+from .state import State
 
 if TYPE_CHECKING:
     from ..checkpointer import Checkpointer
@@ -48,8 +47,7 @@ class Saving:
         loader: Its loader.
         checkpointer: The run; ``None``: nothing is saved, and signals end the process as usual.
         interval: When to save; see :class:`Schedule`.
-        name_format: Names with ``{epoch}``, ``{batch}``, ... filled in; ``None``: ``ep3``.
-        grace_s: Longest wait for a save after a signal.
+        signals: Says whether a signal asked to end; ``None``: nobody listens to signals.
     """
 
     def __init__(
@@ -59,14 +57,12 @@ class Saving:
         loader: ResumableLoader,
         checkpointer: Checkpointer | None,
         interval: Any,
-        name_format: str | None,
-        grace_s: float,
+        signals: StopSignals | None,
     ) -> None:
         self._state = state
         self._loader = loader
         self._interval = interval
-        self._name_format = name_format
-        self._grace_s = grace_s
+        self._signals = signals
         self._clean: CleanPoint | None = None
         self._is_in_batch = False
         self._saved_at: tuple[int, int] | None = None
@@ -77,8 +73,6 @@ class Saving:
         self.checkpointer = checkpointer
         self.evaluation: Evaluation | None = None
         self.saved_names: list[str] = []
-        if name_format is not None:
-            self._name("check")
 
     @property
     def checkpoint_folder(self) -> str | None:
@@ -169,7 +163,7 @@ class Saving:
     @property
     def is_stop_asked(self) -> bool:
         """Return whether a signal asked to end."""
-        return self.checkpointer is not None and self.checkpointer.stop_signal is not None
+        return self._signals is not None and self._signals.received is not None
 
     def stop_if_asked(self) -> None:
         """Save and leave, if a signal asked for it.
@@ -187,25 +181,25 @@ class Saving:
             Preempted: Always.
         """
         assert self.checkpointer is not None
-        number = self.checkpointer.stop_signal
+        assert self._signals is not None
+        number = self._signals.received
         assert number is not None
-        deadline_s = time.monotonic() + self._grace_s
         pending, name = self._last, None
         is_saved = self._saved_at == self._point and not self._state.pending_eval
         if not is_saved and self._point == self._started_at:
-            raise Preempted(int(number), self.checkpointer.resumed_from)  # nothing new to save
+            raise Preempted(number, self.checkpointer.resumed_from)  # nothing new to save
         try:
             if pending is None or not is_saved:
                 pending = self._save(self._natural_name(), reason="signal")
-            pending.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
+            pending.wait(timeout_s=self._signals.seconds_left)
             name = pending.name
         except DeadlineError:
             _log.error(
-                "Signal %d: the state was not safe within %.0f s; leaving.", number, self._grace_s
+                "Signal %d: the state was not safe within %g s.", number, self._signals.grace_s
             )
         except CheckpointError:
-            _log.exception("Signal %d: the state could not be saved; leaving.", number)
-        raise Preempted(int(number), name)
+            _log.exception("Signal %d: the state could not be saved.", number)
+        raise Preempted(number, name)
 
     def rescue(self, error: BaseException) -> None:
         """Keep what can be kept after an error in the loop; the error itself is the caller's.
@@ -230,7 +224,7 @@ class Saving:
                 pending = self.checkpointer.save_diagnostic(
                     "failed", f"ba{state.timer.batch}", extra={}, wait=False
                 )
-            pending.wait(timeout_s=self._grace_s)
+            pending.wait()
             attach_note(error, f"The state was saved as {pending.name!r}.")
         except Exception as failure:  # noqa: BLE001 - recorded with the error that matters
             attach_note(error, f"The state could not be saved: {failure!r}")
@@ -266,18 +260,19 @@ class Saving:
         self,
         name: str,
         *,
-        reason: str = "schedule",
+        reason: str = "interval",
         is_final: bool = False,
         is_named: bool = False,
         notes: tuple[str, ...] = (),
     ) -> PendingSave[Any]:
         assert self.checkpointer is not None
         pending = self.checkpointer.save(
-            name if is_named else self._name(name),
+            name,
             metrics=self._metrics(),
             reason=reason,
             is_final=is_final,
             notes=(*self._loader.notes, *notes),
+            is_natural=not is_named,
         )
         self._last, self._saved_at = pending, self._point
         self.saved_names.append(pending.name)
@@ -325,23 +320,6 @@ class Saving:
         if self.evaluation is not None:
             found.update(scalar_metrics(self.evaluation.fresh_metrics()))
         return found
-
-    def _name(self, natural: str) -> str:
-        if self._name_format is None:
-            return natural
-        fields = {
-            **{k: v for k, v in self._state.timer.snapshot().items() if k != "wall_s"},
-            "name": natural,
-            "rank": global_rank(),
-            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
-        }
-        try:
-            return self._name_format.format(**fields)
-        except (KeyError, IndexError, ValueError) as error:
-            raise UsageError(
-                f"save_name_format={self._name_format!r} cannot be filled in: {error!r}.",
-                hint=f"Known are {', '.join(sorted(fields))}.",
-            ) from error
 
 
 def attach_note(error: BaseException, text: str) -> None:

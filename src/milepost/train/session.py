@@ -7,14 +7,16 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..checkpoint import open_source
-from ..errors import UsageError
+from ..checkpoint import Checkpoint, open_checkpoint, open_source, run_store
+from ..engine.signals import StopSignals
+from ..errors import MissingError, UsageError
 from ..state.loader import ResumableLoader
 from ..state.objects import Value
 from .algorithm import Algorithm
 from .callback import Callback
 from .loading import ObjectStore, open_place, restore_all, restore_weights
 from .metrics import Metrics
+from .places import fill_ranks
 from .state import State
 
 if TYPE_CHECKING:
@@ -68,7 +70,13 @@ class Session:
         metrics: Its training metrics.
         folder: The run; ``None``: nothing is saved.
         resume: ``"never"``, ``"auto"`` or ``"must"``.
+        grace_s: Seconds from a signal to the moment the state must be safe.
         run_options: Passed on to :class:`Checkpointer`.
+
+    Attributes:
+        checkpointer: The run, once loaded; ``None``: nothing is saved.
+        signals: Listened to during ``fit``; ``None`` when nothing is saved.
+        is_restored: Whether a checkpoint was restored in full.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class Session:
         metrics: Metrics,
         folder: str | None,
         resume: Literal["never", "auto", "must"],
+        grace_s: float,
         run_options: Mapping[str, Any],
     ) -> None:
         self._state = state
@@ -90,6 +99,7 @@ class Session:
         self._rng: Mapping[str, Any] | None = None
         self.is_restored = False
         self.checkpointer: Checkpointer | None = None
+        self.signals = None if folder is None else StopSignals(grace_s=grace_s)
 
     def load(
         self,
@@ -118,10 +128,14 @@ class Session:
         if object_store is not None and path_format is None:
             raise UsageError("load_object_store without load_path_format names no object.")
         if self._folder is not None:
-            self._open_run(path_format)
+            origin = None
+            if self._resume == "never" and path_format is not None and object_store is None:
+                # Naming a checkpoint of this run is the wish to go on from it.
+                origin = None if weights_only else self._find_origin(os.fspath(path_format))
+            self._open_run(origin)
         if self.is_restored:
             assert self.checkpointer is not None
-            if path_format is not None:
+            if path_format is not None and self._resume != "never":
                 _log.info(
                     "Going on from %s of this run, not from %s.",
                     self.checkpointer.resumed_from,
@@ -138,13 +152,27 @@ class Session:
         if self.is_restored:
             self._settle()
 
-    def open(self) -> None:
-        """Be ready to save. Opened again after a ``fit`` that closed it, the run goes on."""
-        if self.checkpointer is not None:
-            self.checkpointer.open()
+    def begin_fit(self) -> None:
+        """Install the signal handlers."""
+        if self.signals is not None:
+            self.signals.received = None
+            self.signals.install()
+
+    def end_fit(self) -> None:
+        """Wait for saves on their way, and take the signal handlers back.
+
+        Raises:
+            CheckpointError: A save failed that nobody was told about yet.
+        """
+        try:
+            if self.checkpointer is not None:
+                self.checkpointer.wait()
+        finally:
+            if self.signals is not None:
+                self.signals.restore()
 
     def close(self) -> None:
-        """Wait for saves on their way, and take the signal handlers back."""
+        """Leave the run: nothing can be saved any more."""
         if self.checkpointer is not None:
             self.checkpointer.close()
 
@@ -155,26 +183,50 @@ class Session:
         rng, self._rng = self._rng, None
         return rng
 
-    def _open_run(self, path_format: str | os.PathLike[str] | None) -> None:
+    def _open_run(self, origin: Checkpoint | None) -> None:
         from ..checkpointer import Checkpointer
 
         assert self._folder is not None
         checkpointer = Checkpointer(
-            self._folder, every=None, resume=self._resume, strict=True, **self._run_options
+            self._folder,
+            resume=self._resume,
+            handle_signals=False,  # fit installs the handlers, and takes them back
+            strict=True,
+            **self._run_options,
         )
         self._state.timer = checkpointer.timer
-        items = tracked_items(self._state, loader=self._loader, metrics=self._metrics)
-        items.pop("timer", None)
+        items = self._items()
+        del items["timer"]
         checkpointer.track(**items)
-        checkpointer.open()
+        checkpointer.open(origin=origin)
+        checkpointer.timer.stop()  # only training counts
         self.checkpointer = checkpointer
         self.is_restored = checkpointer.is_resumed
+
+    def _find_origin(self, path_format: str) -> Checkpoint | None:
+        """Return the checkpoint of this very run that a path names, if it names one."""
+        assert self._folder is not None
+        store = run_store(self._folder)
+        if store is None:
+            return None
+        try:
+            named = open_checkpoint(fill_ranks(path_format))
+        except MissingError:
+            return None
+        if named.url != f"{store.url}/{named.manifest.name}":
+            return None
+        return Checkpoint(store, named.manifest.name)
+
+    def _items(self) -> dict[str, Any]:
+        items = tracked_items(self._state, loader=self._loader, metrics=self._metrics)
+        items.setdefault("timer", self._state.timer)
+        return items
 
     def _restore(self, place: str, *, weights_only: bool, strict: bool) -> None:
         if weights_only:
             restore_weights(place, self._state.bare_model, strict=strict)
             return
-        items = tracked_items(self._state, loader=self._loader, metrics=self._metrics)
+        items = self._items()
         # Files of other makers lack what only this trainer keeps.
         stored = set(open_source(place).trees)
         lacking = _OPTIONAL & (items.keys() - stored)
@@ -182,7 +234,8 @@ class Session:
         if self.checkpointer is None:
             report, self._rng = restore_all(place, {name: items[name] for name in wanted})
         else:
-            report = self.checkpointer.restore(place, items=sorted(wanted) if lacking else None)
+            chosen = sorted({*wanted, "rng"}) if lacking else None
+            report = self.checkpointer.restore(place, items=chosen)
         _log.info("%s", report.summary())
         self.is_restored = True
 

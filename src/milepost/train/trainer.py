@@ -76,6 +76,7 @@ class Trainer:
         save_name_format: Names such as ``"ep{epoch}-ba{batch}"``; ``None``: ``ep3``, ``ba500``.
         keep: Which checkpoints to keep, such as ``[KeepLast(3)]``; empty: all.
         on_save_error: ``"raise"`` or ``"warn"``, when a save fails in the background.
+        max_failed_saves: With ``"warn"``: how many saves in a row may fail.
         grace_s: Seconds within which the state must be safe after SIGTERM or SIGUSR1.
         resume: ``"never"``; ``"auto"``: from the newest checkpoint of the run, if there is one;
             ``"must"``: an error if there is none.
@@ -130,6 +131,7 @@ class Trainer:
         save_name_format: str | None = None,
         keep: Sequence[Any] = (),
         on_save_error: Literal["raise", "warn"] = "raise",
+        max_failed_saves: int = 3,
         grace_s: float = 30.0,
         resume: Literal["never", "auto", "must"] = "never",
         load_path_format: str | os.PathLike[str] | None = None,
@@ -188,12 +190,14 @@ class Trainer:
             metrics=metrics,
             folder=folder,
             resume=resume,
+            grace_s=grace_s,
             run_options={
                 "keep": keep,
                 "save_format": save_format,
                 "save_compression": save_compression or None,
+                "save_name_format": save_name_format,
                 "on_save_error": on_save_error,
-                "grace_s": grace_s,
+                "max_failed_saves": max_failed_saves,
             },
         )
         self._session.load(
@@ -209,8 +213,7 @@ class Trainer:
             loader=self._loader,
             checkpointer=self._session.checkpointer,
             interval=save_interval,
-            name_format=save_name_format,
-            grace_s=grace_s,
+            signals=self._session.signals,
         )
         self._evaluation = Evaluation(
             state,
@@ -289,11 +292,10 @@ class Trainer:
         Raises:
             UsageError: There is no save folder, or a batch is being trained on.
         """
-        self._session.open()
         return self._saving.save_now(name)
 
     def close(self) -> None:
-        """Wait for saves on their way and leave the run. ``fit`` does this by itself."""
+        """Leave the run, so that nothing more is saved. ``fit`` waits for its saves by itself."""
         self._session.close()
 
     @property
@@ -320,7 +322,7 @@ class Trainer:
     def _training(self) -> Iterator[None]:
         """Surround the loop: signals, errors, progress, and the end of everything."""
         error: BaseException | None = None
-        self._session.open()
+        self._session.begin_fit()
         self.state.timer.start()
         try:
             with training_bar(total=_num_batches(self.state), is_shown=self._is_bar_shown) as bar:
@@ -338,7 +340,7 @@ class Trainer:
             raise
         finally:
             self.state.timer.stop()
-            _close_all((self._dispatch.close, self._session.close), error)
+            _close_all((self._dispatch.close, self._session.end_fit), error)
 
 
 def _training_metrics(model: torch.nn.Module, *, wanted: bool, given: MetricSpec) -> Metrics:
