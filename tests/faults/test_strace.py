@@ -101,7 +101,9 @@ def committed_in(folder: Path) -> set[str]:
     """Return what is committed, read with nothing but the file system and JSON."""
     found = set()
     for path in (folder / "run").glob("*/manifest.json"):
-        if path.parent.name != "latest" and not (path.parent / "deleted.json").exists():
+        if path.parent.is_symlink():
+            continue
+        if not (path.parent / "deleted.json").exists():
             json.loads(path.read_bytes())
             found.add(path.parent.name)
     return found

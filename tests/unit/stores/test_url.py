@@ -1,0 +1,53 @@
+"""From what people write to a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from milepost.errors import UsageError
+from milepost.stores import LocalStore, MemoryStore, PrefixStore, open_store
+
+
+@pytest.mark.parametrize("wrap", [str, Path, lambda p: f"file://{p}", lambda p: f"FILE://{p}"])
+def test_a_path_and_a_file_url_are_a_folder(tmp_path, wrap):
+    """All the ways of naming a folder name the same one."""
+    store = open_store(wrap(tmp_path / "run"))
+    assert isinstance(store, LocalStore)
+    assert store.url == f"file://{tmp_path}/run"
+
+
+def test_a_file_url_may_be_quoted(tmp_path):
+    """As a browser or another library writes it."""
+    assert open_store(f"file://{tmp_path}/a%20b").url == f"file://{tmp_path}/a b"
+
+
+def test_a_store_is_itself():
+    """Whoever has made a store passes it on."""
+    for store in (MemoryStore(), PrefixStore(MemoryStore(), "a")):
+        assert open_store(store) is store
+
+
+@pytest.mark.parametrize("place", ["s3://b/k", "gs://b", "az://c", "abfss://c@a/x", "libcloud://x"])
+def test_object_stores_are_refused_by_name(place, tmp_path, monkeypatch):
+    """And never become a folder called s3: in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="not available in this version"):
+        open_store(place)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["", "ftp://host/x", "file://host/x", "file://", b"bytes"])
+def test_what_names_no_place_is_refused(place):
+    """With words and not with a traceback of the file system."""
+    with pytest.raises(UsageError):
+        open_store(place)
+
+
+def test_a_secret_in_a_place_is_not_repeated():
+    """Keys are sometimes written into URLs; messages end up in logs."""
+    with pytest.raises(UsageError) as caught:
+        open_store("s3://KEY:SECRET@bucket/run")
+    assert "SECRET" not in str(caught.value)
+    assert "SECRET" not in repr(caught.value.facts)
