@@ -109,6 +109,9 @@ class ResumableLoader:
         """
         pending, self._pending = self._pending, None
         if pending is None or not (pending["position"] or pending.get("is_open")):
+            if pending is not None:
+                # A sampler's own generator runs on from epoch to epoch.
+                self._set_generators(pending.get("generators", ()))
             if rng is not None:
                 apply_rng(rng)
             self._position, self._start = 0, self._note_start()
@@ -153,7 +156,9 @@ class ResumableLoader:
             "num_batches": self.num_batches,
             "start": self._start,
         }
-        if self.kind == "stateful" and self._start is not None:
+        if self._start is None:
+            state["generators"] = [g.get_state() for g in _generators(self.loader)]
+        elif self.kind == "stateful":
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
 
@@ -188,6 +193,10 @@ class ResumableLoader:
             "generators": [g.get_state() for g in _generators(self.loader)],
         }
 
+    def _set_generators(self, states: Iterable[Any]) -> None:
+        for generator, saved in zip(_generators(self.loader), states, strict=False):
+            generator.set_state(saved)
+
     def _begin(self, skip: int) -> Iterator[Any]:
         if self._skipping is not None:
             return self._skipping.start(skip)
@@ -200,10 +209,7 @@ class ResumableLoader:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             return iter(self.loader)
         apply_rng(self._start["rng"])
-        for generator, saved in zip(
-            _generators(self.loader), self._start["generators"], strict=False
-        ):
-            generator.set_state(saved)
+        self._set_generators(self._start["generators"])
         iterator = self._begin(self._position)
         if self.kind == "replayed":
             deque(itertools.islice(iterator, self._position), maxlen=0)
