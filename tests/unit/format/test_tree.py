@@ -197,6 +197,7 @@ class Text(str):
         memoryview(b"a"),
         np.array([Thing()], dtype=object),
         pytest.param(np.zeros(2, dtype=[("a", "i4")]), id="records"),
+        pytest.param(np.zeros(2, dtype=[("a", "S0")])["a"], id="empty elements"),
         np.ma.masked_array([1, 2], mask=[True, False]),
         np.dtype("f4"),
         np.random.default_rng(1),
