@@ -1,0 +1,194 @@
+"""``milepost show``: one checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ...checkpoint import Checkpoint
+from ..contents import Contents, read_contents
+from ..places import Located, locate
+from ..render import (
+    Column,
+    age_text,
+    iso_text,
+    plain,
+    print_json,
+    print_table,
+    size_text,
+)
+from ..trees import tree_lines
+
+__all__ = ["show"]
+
+_TENSOR_COLUMNS = (
+    Column("item"),
+    Column("name"),
+    Column("dtype"),
+    Column("shape"),
+    Column("bytes", is_number=True),
+    Column("file"),
+)
+_FILE_COLUMNS = (
+    Column("file"),
+    Column("bytes", is_number=True),
+    Column("crc32c"),
+    Column("shared with"),
+)
+
+
+def show(
+    checkpoint: Annotated[
+        str, typer.Argument(help="RUN/NAME, a run (its newest), or a checkpoint's own folder.")
+    ],
+    *,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Show the structure of the state.")] = False,
+    files: Annotated[bool, typer.Option("--files", help="List every file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object.")] = False,
+) -> None:
+    """Show what a checkpoint is and what it holds. No tensor is read."""
+    located = locate(checkpoint)
+    facts = _facts(located)
+    contents = read_contents(located.checkpoint) if tensors or tree else None
+    if as_json:
+        if contents is not None and tensors:
+            facts["tensors"] = _tensor_records(contents)
+        if contents is not None and tree:
+            facts["tree"] = dict(contents.trees)
+        if files:
+            facts["files"] = _file_records(located.checkpoint)
+        print_json(facts)
+        return
+    if contents is None and not files:
+        _print_facts(facts)
+    if contents is not None and tensors:
+        _print_tensors(contents)
+    if contents is not None and tree:
+        _print_tree(contents)
+    if files:
+        _print_files(located.checkpoint)
+
+
+def _facts(located: Located) -> dict[str, Any]:
+    checkpoint, made, found = located.checkpoint, located.checkpoint.manifest, located.found
+    return {
+        "name": checkpoint.name,
+        "url": checkpoint.url,
+        "state": found.state.value if found else "committed",
+        "is_pinned": bool(found and found.is_pinned),
+        "is_final": made.is_final,
+        "reason": made.reason,
+        "created": iso_text(made.created_s),
+        "created_s": made.created_s,
+        "time": dict(made.time),
+        "metrics": dict(made.metrics),
+        "bytes": made.size_bytes,
+        "num_files": len(made.files),
+        "items": list(made.items),
+        "layout": made.layout,
+        "world_size": made.world_size,
+        "run_id": made.run_id,
+        "session": made.session,
+        "attempt": made.attempt,
+        "parent": made.parent,
+        "software": dict(made.software),
+        "stats": dict(made.stats),
+        "notes": list(made.notes),
+        "metadata": checkpoint.get_metadata(),
+    }
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    marks = [word for word in ("final", "pinned") if facts[f"is_{word}"]]
+    counters = {name: plain(value) for name, value in facts["time"].items()}
+    lines = {
+        "name": facts["name"],
+        "place": facts["url"].removeprefix("file://"),
+        "state": ", ".join([facts["state"], *marks]),
+        "made": f"{facts['created']} ({age_text(facts['created_s'])}), reason: {facts['reason']}",
+        "progress": _pairs(counters),
+        "metrics": _pairs(facts["metrics"]),
+        "size": f"{size_text(facts['bytes'])} in {facts['num_files']} files",
+        "items": ", ".join(facts["items"]),
+        "layout": f"{facts['layout']}, written by {facts['world_size']} "
+        + ("rank" if facts["world_size"] == 1 else "ranks"),
+        "lineage": f"session {facts['session']}, attempt {facts['attempt']}, "
+        + (f"after {facts['parent']}" if facts["parent"] else "the first"),
+        "software": _pairs(facts["software"]),
+        "save": _pairs(facts["stats"]),
+        "metadata": _pairs(facts["metadata"]),
+    }
+    width = max(len(title) for title in lines)
+    for title, text in lines.items():
+        if text:
+            print(f"{title:<{width}}  {text}")
+    for note in facts["notes"]:
+        print(f"{'inexact':<{width}}  {note}")
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {plain(value)}"
+        for name, value in values.items()
+    )
+
+
+def _tensor_records(contents: Contents) -> list[dict[str, Any]]:
+    return [
+        {
+            "item": row.item,
+            "name": row.key,
+            "dtype": row.dtype,
+            "shape": list(row.shape),
+            "bytes": row.num_bytes,
+            "file": row.file,
+        }
+        for row in contents.tensors.values()
+    ]
+
+
+def _print_tensors(contents: Contents) -> None:
+    rows = [
+        [row.item, row.key, row.dtype, _shape_text(row.shape), f"{row.num_bytes:,}", row.file]
+        for row in contents.tensors.values()
+    ]
+    print_table(_TENSOR_COLUMNS, rows)
+    total = sum(row.num_bytes for row in contents.tensors.values())
+    print(f"{len(rows)} tensors, {size_text(total)}")
+
+
+def _print_tree(contents: Contents) -> None:
+    for item, tree in contents.trees.items():
+        texts = {
+            key: f"{row.dtype} {_shape_text(row.shape)}"
+            for (owner, key), row in contents.tensors.items()
+            if owner == item
+        }
+        for line in tree_lines(item, tree, texts):
+            print(line)
+
+
+def _file_records(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    return [
+        {
+            "path": entry.path,
+            "bytes": entry.size_bytes,
+            "crc32c": f"{entry.crc:08x}",
+            "linked_from": entry.linked_from,
+        }
+        for entry in checkpoint.manifest.files
+    ]
+
+
+def _print_files(checkpoint: Checkpoint) -> None:
+    rows = [
+        [entry.path, f"{entry.size_bytes:,}", f"{entry.crc:08x}", entry.linked_from or ""]
+        for entry in checkpoint.manifest.files
+    ]
+    print_table(_FILE_COLUMNS, rows)
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

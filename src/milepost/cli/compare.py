@@ -1,0 +1,125 @@
+"""What differs between two checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .contents import Contents, TensorRow, same_bytes
+from .trees import flatten
+
+__all__ = ["Change", "Comparison", "compare", "measure_changes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that differs.
+
+    Attributes:
+        path: Where: ``model/0.weight``, or ``timer['batch']`` for what is not a tensor.
+        kind: ``added``, ``removed`` or ``changed``, seen from the first checkpoint.
+        before: What the first one holds.
+        after: What the second one holds.
+        num_bytes: Bytes of the tensor, 0 for what is not one.
+        max_abs: Largest absolute difference, if values were measured.
+        relative_l2: Norm of the difference over that of the first, if values were measured.
+    """
+
+    path: str
+    kind: str
+    before: str = ""
+    after: str = ""
+    num_bytes: int = 0
+    max_abs: float | None = None
+    relative_l2: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The outcome.
+
+    Attributes:
+        tensors: Tensors that differ, each with its rows in the two checkpoints.
+        others: What differs besides.
+        num_equal: How many tensors are equal, byte for byte.
+    """
+
+    tensors: list[tuple[Change, TensorRow | None, TensorRow | None]]
+    others: list[Change]
+    num_equal: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether nothing differs."""
+        return not self.tensors and not self.others
+
+
+def compare(a: Contents, b: Contents) -> Comparison:
+    """Compare two checkpoints, tensors by their bytes and the rest by value.
+
+    Raises:
+        DamagedError: Bytes that do not match their checksum.
+    """
+    changes, num_equal = [], 0
+    keys = dict.fromkeys([*a.tensors, *b.tensors])
+    for key in keys:
+        left, right = a.tensors.get(key), b.tensors.get(key)
+        change = _compare_tensor(a, left, b, right)
+        if change is None:
+            num_equal += 1
+        else:
+            changes.append((change, left, right))
+    return Comparison(changes, _compare_rest(a.trees, b.trees), num_equal)
+
+
+def measure_changes(a: Contents, b: Contents, comparison: Comparison) -> Comparison:
+    """Measure how far changed tensors are apart. Imports torch; one pair is in memory at a time."""
+    from .values import measure, read_tensor
+
+    one = a.source or a.checkpoint.source()
+    other = b.source or b.checkpoint.source()
+    measured = []
+    for change, left, right in comparison.tensors:
+        if left is not None and right is not None and change.before == change.after:
+            distance = measure(read_tensor(one, left), read_tensor(other, right))
+            if distance is not None:
+                change = replace(  # noqa: PLW2901 - the same change, with its measure
+                    change, max_abs=distance.max_abs, relative_l2=distance.relative_l2
+                )
+        measured.append((change, left, right))
+    return Comparison(measured, comparison.others, comparison.num_equal)
+
+
+def _compare_tensor(
+    a: Contents, left: TensorRow | None, b: Contents, right: TensorRow | None
+) -> Change | None:
+    if left is None or right is None:
+        row = left or right
+        assert row is not None
+        path = f"{row.item}/{row.key}"
+        if left is None:
+            return Change(path, "added", "", _describe(row), row.num_bytes)
+        return Change(path, "removed", _describe(row), "", row.num_bytes)
+    before, after = _describe(left), _describe(right)
+    if before == after and same_bytes(a, left, b, right):
+        return None
+    return Change(f"{left.item}/{left.key}", "changed", before, after, left.num_bytes)
+
+
+def _describe(row: TensorRow) -> str:
+    return f"{row.dtype} [{', '.join(map(str, row.shape))}]"
+
+
+def _compare_rest(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Change]:
+    left = {path: text for item, tree in one.items() for path, text in flatten(tree, item)}
+    right = {path: text for item, tree in other.items() for path, text in flatten(tree, item)}
+    changes = []
+    for path in dict.fromkeys([*left, *right]):
+        if path not in right:
+            changes.append(Change(path, "removed", left[path], ""))
+        elif path not in left:
+            changes.append(Change(path, "added", "", right[path]))
+        elif left[path] != right[path]:
+            changes.append(Change(path, "changed", left[path], right[path]))
+    return changes

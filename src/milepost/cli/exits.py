@@ -1,0 +1,74 @@
+"""Exit codes of every verb, and how an error is told.
+
+Data goes to stdout; errors and questions go to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import IntEnum
+
+from ..errors import (
+    AccessError,
+    CheckpointError,
+    ExistsError,
+    FormatError,
+    IncompleteError,
+    MismatchError,
+    MissingError,
+    NewerFormatError,
+    UnsupportedStateError,
+    UsageError,
+)
+
+__all__ = ["CODES_TEXT", "Exit", "exit_of", "tell"]
+
+
+class Exit(IntEnum):
+    """What a process of ours ends with."""
+
+    OK = 0
+    DAMAGED = 1
+    USAGE = 2
+    MISSING = 3
+    ACCESS = 4
+    INCOMPLETE = 5
+    STORAGE = 6
+    OUTPUT_CLOSED = 141
+
+
+CODES_TEXT = (
+    "Exit codes: 0 fine, 1 damaged or different, 2 wrong usage, 3 not there, 4 access refused, "
+    "5 incomplete, 6 another error of the storage."
+)
+
+_CODES: tuple[tuple[type[CheckpointError], Exit], ...] = (
+    (IncompleteError, Exit.INCOMPLETE),
+    (NewerFormatError, Exit.STORAGE),
+    (FormatError, Exit.DAMAGED),
+    (MismatchError, Exit.DAMAGED),
+    (UsageError, Exit.USAGE),
+    (UnsupportedStateError, Exit.USAGE),
+    (ExistsError, Exit.USAGE),
+    (MissingError, Exit.MISSING),
+    (AccessError, Exit.ACCESS),
+)
+
+
+def exit_of(error: CheckpointError) -> Exit:
+    """Return the exit code of an error."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), Exit.STORAGE)
+
+
+def tell(error: CheckpointError) -> None:
+    """Say on stderr what happened, what is safe, and what to do next, each on a line."""
+    red, plain = ("\033[31m", "\033[0m") if _has_colour() else ("", "")
+    lines = [f"{red}error:{plain} {error.what}"]
+    lines += [f" safe: {error.safe}"] if error.safe else []
+    lines += [f" hint: {error.hint}"] if error.hint else []
+    print("\n".join(lines), file=sys.stderr)
+
+
+def _has_colour() -> bool:
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR")

@@ -1,0 +1,170 @@
+"""How values look: tables for people, JSON for programs.
+
+On a terminal a table is drawn with rich; elsewhere it is plain text in columns, never cut short.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ..progress.time import Time
+
+__all__ = [
+    "Column",
+    "age_text",
+    "iso_text",
+    "metrics_text",
+    "plain",
+    "print_json",
+    "print_table",
+    "size_text",
+    "time_text",
+]
+
+_SHOWN_METRICS = 3
+_SPANS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_STYLES = {
+    "damaged": "red",
+    "fail": "red",
+    "removed": "red",
+    "remove": "red",
+    "incomplete": "yellow",
+    "deleting": "yellow",
+    "orphaned": "yellow",
+    "warn": "yellow",
+    "changed": "yellow",
+    "added": "green",
+    "ok": "green",
+    "good": "green",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: Its heading.
+        is_number: Whether it is aligned to the right.
+    """
+
+    title: str
+    is_number: bool = False
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under headings; columns that are empty everywhere are left out."""
+    used = [n for n, _ in enumerate(columns) if any(row[n] for row in rows)]
+    columns, rows = [columns[n] for n in used], [[row[n] for n in used] for row in rows]
+    if not rows:
+        return
+    if sys.stdout.isatty():
+        _print_rich(columns, rows)
+        return
+    lines = [[column.title for column in columns], *rows]
+    widths = [max(len(line[n]) for line in lines) for n in range(len(columns))]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if column.is_number else cell.ljust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(
+            column.title,
+            justify="right" if column.is_number else "left",
+            no_wrap=number == 0 or column.is_number,
+            overflow="fold",
+        )
+    for row in rows:
+        # Text, not markup: names and metrics may hold square brackets.
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    Console().print(table)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON. Numbers that JSON has no form for become text: ``"NaN"``."""
+    print(json.dumps(plain(value), indent=2, allow_nan=False))
+
+
+def plain(value: Any) -> Any:
+    """Return a value made of what JSON has."""
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Time):
+        return value.value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): plain(member) for key, member in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(member) for member in value]
+    return str(value)
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size for people: ``1.5 MiB``."""
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    size = float(num_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 1000 or unit == "TiB":
+            break
+    return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
+
+
+def age_text(then_s: float, *, now_s: float | None = None) -> str:
+    """Return how long ago a moment was: ``5 min ago``.
+
+    Args:
+        then_s: Seconds since 1970.
+        now_s: Seconds since 1970; the present by default.
+    """
+    age_s = (time.time() if now_s is None else now_s) - then_s
+    if age_s < 1:
+        return "now" if age_s > -60 else "in the future"
+    span_s, unit = next((span_s, unit) for span_s, unit in _SPANS if age_s >= span_s)
+    return f"{int(age_s // span_s)} {unit} ago"
+
+
+def iso_text(then_s: float) -> str:
+    """Return a moment in ISO 8601, in UTC."""
+    moment = datetime.datetime.fromtimestamp(then_s, tz=datetime.timezone.utc)
+    return moment.isoformat(timespec="seconds")
+
+
+def time_text(counters: Mapping[str, Any], name: str) -> str:
+    """Return a progress counter, or nothing if it was not counted."""
+    value = plain(counters.get(name))
+    return "" if value is None else str(value)
+
+
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """Return a few metrics on a line."""
+    shown = [
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={plain(value)}"
+        for name, value in list(metrics.items())[:_SHOWN_METRICS]
+    ]
+    more = len(metrics) - len(shown)
+    return " ".join(shown) + (f" +{more}" if more else "")
