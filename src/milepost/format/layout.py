@@ -11,7 +11,7 @@ A *key* is a relative path with forward slashes. Inside a run:
     ep3/model.safetensors ...       the parts
     ep3/index.json                  trees and tensor table
     ep3/manifest.json               the commit
-    ep3/metadata.json               what users add to a checkpoint afterwards; not part of the commit
+    ep3/metadata.json               what users add afterwards; not part of the commit
     ep3/deleted.json                the manifest of a checkpoint that is being deleted
     nan/ba37/...                    a diagnostic checkpoint, never the newest
 
