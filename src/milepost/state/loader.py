@@ -300,10 +300,10 @@ class _SkippingSampler:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self.num_skipped = self.num_skipped, 0
-        if not skip:
+        # A loader with workers asks for this twice before it reads anything.
+        if not self.num_skipped:
             return iter(self.sampler)
-        self._rest = _Skipped(self.sampler, skip)
+        self._rest = _Skipped(self.sampler, self.num_skipped)
         return self._rest
 
     def step_over(self) -> None:
