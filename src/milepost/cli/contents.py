@@ -19,6 +19,7 @@ from ..format.header import ITEM_SIZES, StoredTensor, parse_header, parse_header
 from ..format.layout import INDEX
 from ..format.manifest import FileEntry, check_version
 from ..stores.base import Reader
+from .trees import tensor_keys
 
 if TYPE_CHECKING:
     from ..state.source import StateSource
@@ -86,9 +87,14 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     items = _read_index(checkpoint)
     tensors = {}
     for item, entry in items.items():
+        rows = {}
         for file in entry["files"]:
             for stored in _read_header(checkpoint, checkpoint.manifest.file(file)).values():
-                tensors[item, stored.key] = _row(item, file, stored)
+                rows[stored.key] = _row(item, file, stored)
+        # As in the state, not as in the file, where they lie by the size of their elements.
+        for key in dict.fromkeys([*tensor_keys(entry["tree"]), *rows]):
+            if key in rows:
+                tensors[item, key] = rows[key]
     return Contents(checkpoint, {item: entry["tree"] for item, entry in items.items()}, tensors)
 
 

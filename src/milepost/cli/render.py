@@ -20,6 +20,7 @@ from ..progress.time import Time
 __all__ = [
     "Column",
     "age_text",
+    "count_text",
     "iso_text",
     "metrics_text",
     "plain",
@@ -120,6 +121,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(member) for member in value]
     return str(value)
+
+
+def count_text(count: int, noun: str) -> str:
+    """Return a number of things: ``1 tensor``, ``2 tensors``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def size_text(num_bytes: int) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["flatten", "tree_lines"]
+__all__ = ["flatten", "tensor_keys", "tree_lines"]
 
 _INLINE = 8
 _MAX_TEXT = 60
@@ -37,6 +37,20 @@ def tree_lines(
     yield f"{indent}{name}: {kind} of {len(members)}"
     for key, member in members:
         yield from tree_lines(str(key), member, tensors, depth=depth + 1)
+
+
+def tensor_keys(tree: Any) -> Iterator[str]:
+    """Yield the key of every tensor in a tree, in its order, again for every reference."""
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack.extend(reversed(value))
+        elif isinstance(value, Mapping):
+            if _is_tensor(value):
+                yield str(value.get("key"))
+            else:
+                stack.extend(reversed(list(value.values())))
 
 
 def flatten(tree: Any, path: str) -> Iterator[tuple[str, str]]:

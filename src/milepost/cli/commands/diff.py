@@ -12,7 +12,7 @@ from ..compare import Change, Comparison, compare, measure_changes
 from ..contents import read_contents
 from ..exits import Exit
 from ..places import locate
-from ..render import Column, print_json, print_table, size_text
+from ..render import Column, count_text, print_json, print_table, size_text
 
 __all__ = ["diff"]
 
@@ -67,8 +67,8 @@ def _weight(change: Change) -> tuple[float, float, str]:
 
 def _print(a: str, b: str, changes: Sequence[Change], comparison: Comparison, *, top: int) -> None:
     print(
-        f"{a} -> {b}: {comparison.num_equal} tensors equal, {_counts(changes)}, "
-        f"{len(comparison.others)} other values differ"
+        f"{a} -> {b}: {count_text(comparison.num_equal, 'tensor')} equal, {_counts(changes)}; "
+        f"{count_text(len(comparison.others), 'other difference')}"
     )
     rows = [
         [

@@ -10,7 +10,7 @@ from ...errors import UsageError
 from ..exits import Exit
 from ..places import path_of
 from ..probes import FAIL, OK, WARN, Check, nearest_folder, probe_folder, probe_run, probe_versions
-from ..render import Column, print_json, print_table
+from ..render import Column, count_text, print_json, print_table
 
 __all__ = ["doctor"]
 
@@ -46,7 +46,10 @@ def _print_hints(checks: list[Check]) -> None:
         print(f"{check.status} {check.name}: {check.hint}")
     num_warned = sum(check.status == WARN for check in checks)
     num_failed = sum(check.status == FAIL for check in checks)
-    print(f"{len(checks)} checks, {num_warned} warnings, {num_failed} failed")
+    print(
+        f"{count_text(len(checks), 'check')}, {count_text(num_warned, 'warning')}, "
+        f"{num_failed} failed"
+    )
 
 
 def _record(check: Check) -> dict[str, str]:

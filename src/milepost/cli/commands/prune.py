@@ -14,7 +14,7 @@ from ...runs.prune import Decision, PruneReport, decide
 from ...runs.prune import prune as prune_run
 from ..exits import exit_of, tell
 from ..places import locate_run
-from ..render import Column, print_json, print_table, size_text
+from ..render import Column, count_text, print_json, print_table, size_text
 
 __all__ = ["prune"]
 
@@ -115,11 +115,11 @@ def _may_delete(count: int, *, yes: bool, quiet: bool) -> bool:
         return True
     if quiet or not sys.stdin.isatty():
         raise UsageError(
-            f"{count} checkpoints would be deleted, and nobody can be asked.",
+            f"{count_text(count, 'checkpoint')} would be deleted, and nobody can be asked.",
             safe="Nothing was deleted.",
             hint="Add --yes to delete them, or --dry-run to only look.",
         )
-    return typer.confirm(f"Delete {count} checkpoints for good?", err=True)
+    return typer.confirm(f"Delete {count_text(count, 'checkpoint')} for good?", err=True)
 
 
 def _print_plan(decisions: Sequence[Decision], sizes: dict[str, int], *, why: bool) -> None:

@@ -12,6 +12,7 @@ from ..places import Located, locate
 from ..render import (
     Column,
     age_text,
+    count_text,
     iso_text,
     plain,
     print_json,
@@ -110,10 +111,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
         "made": f"{facts['created']} ({age_text(facts['created_s'])}), reason: {facts['reason']}",
         "progress": _pairs(counters),
         "metrics": _pairs(facts["metrics"]),
-        "size": f"{size_text(facts['bytes'])} in {facts['num_files']} files",
+        "size": f"{size_text(facts['bytes'])} in {count_text(facts['num_files'], 'file')}",
         "items": ", ".join(facts["items"]),
-        "layout": f"{facts['layout']}, written by {facts['world_size']} "
-        + ("rank" if facts["world_size"] == 1 else "ranks"),
+        "layout": f"{facts['layout']}, written by {count_text(facts['world_size'], 'rank')}",
         "lineage": f"session {facts['session']}, attempt {facts['attempt']}, "
         + (f"after {facts['parent']}" if facts["parent"] else "the first"),
         "software": _pairs(facts["software"]),
@@ -156,7 +156,7 @@ def _print_tensors(contents: Contents) -> None:
     ]
     print_table(_TENSOR_COLUMNS, rows)
     total = sum(row.num_bytes for row in contents.tensors.values())
-    print(f"{len(rows)} tensors, {size_text(total)}")
+    print(f"{count_text(len(rows), 'tensor')}, {size_text(total)}")
 
 
 def _print_tree(contents: Contents) -> None:

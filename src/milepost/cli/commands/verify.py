@@ -14,7 +14,7 @@ from ...runs.scan import State
 from ...runs.verify import Level, Problem, VerifyReport
 from ..exits import Exit
 from ..places import locate, locate_run
-from ..render import print_json, size_text
+from ..render import count_text, print_json, size_text
 
 __all__ = ["verify"]
 
@@ -100,8 +100,7 @@ def _print(result: _Result) -> None:
     elif not result.problems:
         detail = "no commit"
     else:
-        count = len(result.problems)
-        detail = f"{count} problem" + "s" * (count > 1)
+        detail = count_text(len(result.problems), "problem")
     print(f"{result.name}: {result.verdict.value} ({detail})")
     for problem in result.problems:
         print(f"  {problem.text}")
