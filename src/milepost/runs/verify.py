@@ -193,8 +193,9 @@ def _check_lightly(
     key = file_key(name, entry.path)
     try:
         if _is_small_json(entry):
-            for block, crc in enumerate(block_crcs(store.get(key))):
-                if crc != entry.crcs[block]:
+            found = block_crcs(store.get(key))
+            for block, (crc, expected) in enumerate(zip(found, entry.crcs, strict=False)):
+                if crc != expected:
                     yield _mismatch(entry, block, crc, ())
         elif _is_part(entry, manifest):
             with closing(store.open_reader(key)) as reader:
