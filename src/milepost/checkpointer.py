@@ -1,6 +1,6 @@
 """The checkpointer: any training loop, kept alive.
 
-    with Checkpointer("runs/digits", every="100ba", model=model, optimizer=opt, loader=loader) as run:
+    with Checkpointer("runs/digits", every="100ba", model=model, optimizer=optimizer) as run:
         for epoch in run.epochs(10):
             for inputs, targets in run.batches(loader):
                 ...
@@ -11,37 +11,37 @@ one place: count it, save if a save is due, look whether a signal asked us to en
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from .checkpoint import Checkpoint, Place, Run, open_source
+from .checkpoint import Checkpoint, Place, Run
 from .engine.pending import PendingSave
 from .engine.save import SaveRequest
 from .engine.signals import StopSignals
-from .errors import CheckpointError, MismatchError, MissingError, Preempted, UsageError
+from .errors import CheckpointError, Preempted, UsageError
 from .naming import NameFormat, as_number, natural_name
 from .progress.schedule import Schedule
 from .progress.timer import Timer
+from .resumption import Resumption
 from .runs.keep import KeepPolicy
 from .state.cleanliness import CleanState
-from .state.loader import ResumableLoader
+from .state.loader import ResumableLoader, num_samples
 from .state.objects import Stateful, Value
 from .state.report import LoadReport
-from .state.rng import apply_rng, capture_rng
-from .state.source import StateSource, load_item
+from .state.rng import capture_rng
 from .state.tracked import Tracked
 from .tensors.pack import pack_item
 from .writer import Resume, RunWriter, WriterOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Checkpointer", "Value"]
 
@@ -76,7 +76,7 @@ class Checkpointer:
         UsageError: An option or object that makes no sense.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each thing a user can choose, all by keyword
         self,
         folder: str | os.PathLike[str],
         *,
@@ -106,7 +106,6 @@ class Checkpointer:
         )
         self.folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))  # noqa: PTH100, PTH111
         self.timer = Timer()
-        self._strict = strict
         self._async_save = async_save
         self._writer = RunWriter(self.folder, options)
         self._tracked = Tracked(strict=strict)
@@ -115,17 +114,12 @@ class Checkpointer:
         self._signals = StopSignals(grace_s=grace_s) if handle_signals else None
         self._loaders: dict[int, ResumableLoader] = {}
         self._metrics: dict[str, Any] = {}
-        self._rng: Mapping[str, Any] | None = None
-        self._source: StateSource | None = None
-        self._origin: Checkpoint | None = None
-        self._unclaimed: set[str] = set()
         self._clean = CleanState()
         self._saved_at: tuple[Any, ...] | None = None
         self._last: PendingSave[Checkpoint] | None = None
         self._total_epochs: int | None = None
         self._is_open = False
-        self.resumed_is_final = False
-        self.load_report: LoadReport | None = None
+        self._resumption = Resumption(self._tracked, self._writer, strict=strict)
         self._tracked.add("timer", self.timer)
         self.track(**objects)
 
@@ -141,11 +135,12 @@ class Checkpointer:
         """
         for name, target in objects.items():
             self._tracked.add(name, self._trackable(target))
-            if self._source is not None:
-                self._claim_late(name, target)
+            self._resumption.claim(name, target)
 
     def _trackable(self, target: Any) -> Any:
-        known = isinstance(target, nn.Module | Optimizer | Value | Mapping | tuple | ResumableLoader)
+        known = isinstance(
+            target, nn.Module | Optimizer | Value | Mapping | tuple | ResumableLoader
+        )
         is_loader = isinstance(target, DataLoader) or (
             not known and not isinstance(target, Stateful) and isinstance(target, Iterable)
         )
@@ -153,28 +148,9 @@ class Checkpointer:
             return target
         return self._loaders.setdefault(id(target), ResumableLoader(target))
 
-    def _claim_late(self, name: str, target: Any) -> None:
-        """Restore an object that was tracked after the resume."""
-        assert self._source is not None
-        if name not in self._source.trees:
-            if self._strict:
-                raise MismatchError(
-                    f"{self._source.name}, which the run goes on from, holds no {name!r}.",
-                    hint="Track it from the first start on, or use strict=False.",
-                    name=name,
-                )
-            return
-        self._tracked.restore(self._source, items={name})
-        self._unclaimed.discard(name)
-        if hasattr(target, "get_last_lr"):
-            # Building a scheduler on a restored optimizer changed its learning rates.
-            self._tracked.reapply_optimizer_options(self._source)
-        if not self._unclaimed:
-            self._writer.protected.clear()
-
     # -- opening and closing -------------------------------------------------------------------
 
-    def open(self, *, origin: Checkpoint | None = None) -> Checkpointer:
+    def open(self, *, origin: Checkpoint | None = None) -> Self:
         """Open the run, restore what there is to resume from, and begin to watch for signals.
 
         Args:
@@ -182,7 +158,7 @@ class Checkpointer:
         """
         if self._is_open:
             return self
-        self._writer.open(self._resume, origin=origin)
+        self._writer.open(self._resumption.resume, origin=origin)
         self._is_open = True
         if self._signals is not None:
             self._signals.install()
@@ -191,7 +167,6 @@ class Checkpointer:
         self._clean.watch_modules(self._tracked.models().values())
         self._schedule.start(self.timer.snapshot())
         self.timer.start()
-        _OPEN.add(self)
         return self
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -213,9 +188,9 @@ class Checkpointer:
             self._clean.release()
             if self._signals is not None:
                 self._signals.restore()
-            _OPEN.discard(self)
+            self._writer.close()
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Self:
         return self.open()
 
     def __exit__(
@@ -253,6 +228,16 @@ class Checkpointer:
         return self._writer.resumed_from
 
     @property
+    def resumed_is_final(self) -> bool:
+        """Return whether the run goes on from a checkpoint made at the end of a training."""
+        return self._resumption.is_final
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """Return what the resume restored, or ``None`` after a fresh start."""
+        return self._resumption.report
+
+    @property
     def stop_signal(self) -> int | None:
         """Return the signal that asked us to end, or ``None``."""
         return None if self._signals is None else self._signals.received
@@ -278,7 +263,7 @@ class Checkpointer:
             total: Epochs of the whole training.
         """
         self._require_open()
-        self._settle_claims()
+        self._resumption.settle()
         self._total_epochs = total
         while self.timer.epoch < total:
             yield self.timer.epoch
@@ -296,14 +281,14 @@ class Checkpointer:
         self._require_open()
         if id(loader) not in self._loaders:
             self.track(loader=loader)
-        self._settle_claims()
+        self._resumption.settle()
         resumable = self._loaders[id(loader)]
         resumable.set_epoch(self.timer.epoch)
         for batch in resumable.iterate(self.take_rng()):
             self._clean.begin_batch(resumable)
             yield batch
             self._clean.end_batch()
-            self.step(num_samples=_num_samples(batch))
+            self.step(num_samples=num_samples(batch))
 
     def step(self, *, num_samples: int = 0, num_tokens: int = 0) -> None:
         """Count one batch, save if a save is due, and end the run if a signal asked for it.
@@ -393,7 +378,7 @@ class Checkpointer:
             CheckpointError: An earlier save failed and ``on_save_error="raise"``.
         """
         self._require_open()
-        self._settle_claims()
+        self._resumption.settle()
         counters = self.timer.snapshot()
         numbers = {**self._metrics, **(metrics or {})}
         numbers = {key: as_number(key, value) for key, value in numbers.items()}
@@ -489,11 +474,8 @@ class Checkpointer:
             MissingError: There is no such checkpoint.
             MismatchError: It does not fit; nothing was changed then.
         """
-        found = self._find(source, trust=trust)
-        wanted = None if items is None else set(items)
-        report = self._tracked.restore(found, items=wanted, strict=strict)
-        if wanted is None or "rng" in wanted:
-            self._restore_rng(found)
+        found = self._resumption.find(source, trust=trust)
+        report = self._resumption.restore(found, items=items, strict=strict)
         self._schedule.start(self.timer.snapshot())
         self._saved_at = None
         return report
@@ -510,7 +492,8 @@ class Checkpointer:
         """Load only the weights of a model; see ``Checkpoint.load_weights``."""
         from .state.model import load_weights
 
-        return load_weights(self._find(source, trust=trust), item, model, strict=strict)
+        found = self._resumption.find(source, trust=trust)
+        return load_weights(found, item, model, strict=strict)
 
     def take_rng(self) -> Mapping[str, Any] | None:
         """Return the random state of the restored checkpoint, once.
@@ -518,8 +501,7 @@ class Checkpointer:
         It was applied at the restore already. Whoever begins to iterate applies it again at the
         last moment, so that nothing drawn in between can matter.
         """
-        rng, self._rng = self._rng, None
-        return rng
+        return self._resumption.take_rng()
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -533,54 +515,10 @@ class Checkpointer:
         items = self._tracked.capture()
         items += [pack_item(name, value) for name, value in (extra or {}).items()]
         # A checkpoint made before the first batch after a resume has the random state it resumed.
-        state = rng or self._rng or capture_rng()
+        state = rng or self._resumption.rng or capture_rng()
         items.append(pack_item("rng", [dict(state)]))
         self._last = self._writer.save(items, request)
         return self._last
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        source = checkpoint.source()
-        late = set(source.trees) - set(self._tracked) - {"rng"}
-        self.load_report = self._tracked.restore(source, expected=late)
-        self._restore_rng(source)
-        self._source, self._unclaimed = source, late
-        self.resumed_is_final = checkpoint.is_final
-        if late:
-            self._writer.protected.add(checkpoint.manifest.name)
-
-    def _restore_rng(self, source: StateSource) -> None:
-        if "rng" not in source.trees:
-            return
-        states = load_item(source, "rng")
-        if states:
-            apply_rng(states[0])
-            self._rng = states[0]
-
-    def _settle_claims(self) -> None:
-        """Refuse to train on while the checkpoint holds state that nobody asked for."""
-        if self._unclaimed and self._strict:
-            names = ", ".join(sorted(self._unclaimed))
-            raise MismatchError(
-                f"The run goes on from {self._writer.resumed_from}, which also holds {names}.",
-                safe="Nothing was trained or saved.",
-                hint="Track objects under these names before the first batch, or use "
-                "strict=False to leave them behind.",
-                names=sorted(self._unclaimed),
-            )
-        self._unclaimed, self._source = set(), None
-        self._writer.protected.clear()
-
-    def _find(self, source: Place | Checkpoint | None, *, trust: bool) -> StateSource:
-        if source is None:
-            latest = self.run.latest()
-            if latest is None:
-                raise MissingError(f"The run at {self.folder} holds no checkpoint.")
-            return latest.source()
-        if isinstance(source, str) and "/" not in source and self._is_open:
-            view = self.run.view
-            if any(found.name == source for found in view.found):
-                return self.run.get(source).source()
-        return open_source(source, trust=trust)
 
     def _end_epoch(self, *, is_last: bool) -> None:
         for loader in self._loaders.values():
@@ -621,39 +559,3 @@ class Checkpointer:
                 "The checkpointer is not open.",
                 hint="Use it in a with block, or call open() first.",
             )
-
-    def unreported_errors(self) -> list[BaseException]:
-        """Return errors of saves that nobody was told about yet."""
-        return self._writer.unreported_errors()
-
-
-_OPEN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-def _check_at_exit() -> None:
-    """Make a process fail whose last save failed and that never looked.
-
-    Runs after the threads that write have ended. An exit status can no longer be changed here in
-    any other way than by leaving at once.
-    """
-    errors = [error for one in list(_OPEN) for error in one.unreported_errors()]
-    if errors:
-        for error in errors:
-            print(f"milepost: a save failed and nobody was told: {error}", file=sys.stderr)  # noqa: T201
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-atexit.register(_check_at_exit)
-
-
-def _num_samples(batch: Any) -> int:
-    """Return the first dimension of the first tensor in a batch; 0 if there is none."""
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        return next((count for part in batch if (count := _num_samples(part))), 0)
-    return 0

@@ -28,6 +28,7 @@ from .errors import (
     SaveFailedError,
     UsageError,
 )
+from .exit_check import unwatch, watch
 from .format.layout import HIDDEN
 from .format.manifest import Manifest
 from .runs.keep import KeepPolicy
@@ -142,18 +143,19 @@ class RunWriter:
             self.store,
             self.session,
             layout=self.options.save_format,
-            compression=check_compression(
-                self.options.save_compression, self.options.save_format
-            ),
+            compression=check_compression(self.options.save_compression, self.options.save_format),
             link_unchanged=self.options.link_unchanged,
             on_commit=self._after_commit,
         )
         if self.options.save_format == "torch":
             self._show_newest(scan(self.store))
+        watch(self)
 
-    def save(
-        self, items: Sequence[PackedItem], request: SaveRequest
-    ) -> PendingSave[Checkpoint]:
+    def close(self) -> None:
+        """Leave the run. The save in flight, if any, goes on; see :meth:`wait`."""
+        unwatch(self)
+
+    def save(self, items: Sequence[PackedItem], request: SaveRequest) -> PendingSave[Checkpoint]:
         """Save a state; see ``Saver.save``. Errors of earlier saves come out here."""
         if self._saver is None:
             raise UsageError("The run is not open.", hint="Use it in a with block, or call open().")
@@ -233,14 +235,12 @@ class RunWriter:
             )
         if self.options.resume == "must" and not found:
             raise MissingError(
-                f'There is nothing to resume from at {self._base.url}, and resume="must" was given.',
+                f'There is nothing to resume from at {self._base.url}, but resume="must".',
                 hint='Use resume="auto" for the first start.',
                 path=self._base.url,
             )
 
-    def _restore(
-        self, view: RunView, restore: Restore, origin: Checkpoint | None
-    ) -> Found | None:
+    def _restore(self, view: RunView, restore: Restore, origin: Checkpoint | None) -> Found | None:
         """Restore the newest checkpoint that is whole, and return it."""
         if origin is not None:
             restore(origin)
@@ -254,8 +254,7 @@ class RunWriter:
             rest = _without(view, skipped)
             found, reports = newest_good(self.store, rest)
             passed_over += [
-                f"{report.name}: {'; '.join(p.text for p in report.problems)}"
-                for report in reports
+                f"{report.name}: {'; '.join(p.text for p in report.problems)}" for report in reports
             ]
             skipped |= {report.name for report in reports}
             if found is None:
@@ -353,8 +352,8 @@ class RunWriter:
         except CheckpointError as error:
             _log.warning("Retention failed and will be tried again after the next save: %s", error)
             return
-        for name, error in report.errors.items():
-            _log.warning("The checkpoint %s was to be deleted and was not: %s", name, error)
+        for name, reason in report.errors.items():
+            _log.warning("The checkpoint %s was to be deleted and was not: %s", name, reason)
 
     def _show(self, manifest: Manifest) -> None:
         """Give the single file of a checkpoint its visible name."""

@@ -1,0 +1,1 @@
+"""Moving the bytes: plan, arena, write and read pipelines, saves on their way."""

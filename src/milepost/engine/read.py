@@ -141,9 +141,7 @@ class CheckpointSource:
                 block += 1
         finally:
             reader.close()
-        return parse_header(
-            bytes(header[8 : 8 + length]), size_bytes=entry.size_bytes, where=where
-        )
+        return parse_header(bytes(header[8 : 8 + length]), size_bytes=entry.size_bytes, where=where)
 
 
 def read_file(store: Store, key: str, entry: FileEntry) -> bytes:

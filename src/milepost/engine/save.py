@@ -205,7 +205,8 @@ class Saver(Generic[T]):
     def _write(self, held: Claim, work: _Work[T]) -> Manifest:
         started_s = time.perf_counter()
         if self._layout == "torch" and "/" not in held.folder:
-            entries, linked = self._write_single(held, work), []
+            entries = self._write_single(held, work)
+            linked: list[FileEntry] = []
             layout = "torch"
         else:
             entries, linked = self._write_parts(held, work)
@@ -235,9 +236,7 @@ class Saver(Generic[T]):
             stats=dict(work.stats),
         )
 
-    def _write_parts(
-        self, held: Claim, work: _Work
-    ) -> tuple[list[FileEntry], list[FileEntry]]:
+    def _write_parts(self, held: Claim, work: _Work[T]) -> tuple[list[FileEntry], list[FileEntry]]:
         jobs: list[FileJob] = []
         linked: list[FileEntry] = []
         for part in work.staged:
@@ -325,9 +324,7 @@ def _documents(work: _Work[Any]) -> dict[str, bytes]:
         weights[part.plan.item].update((entry.key, part.plan.file) for entry in part.plan.tensors)
     index = {
         "format": FORMAT_VERSION,
-        "items": {
-            name: {"tree": tree, "files": files[name]} for name, tree in work.trees.items()
-        },
+        "items": {name: {"tree": tree, "files": files[name]} for name, tree in work.trees.items()},
     }
     documents = {INDEX: _json(index)}
     for name, parts in files.items():

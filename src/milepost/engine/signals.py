@@ -15,9 +15,7 @@ from typing import Any
 
 __all__ = ["StopSignals"]
 
-_WATCHED = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
-)
+_WATCHED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 class StopSignals:

@@ -13,7 +13,7 @@ import lzma
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ SUFFIXES = {"": ".pt", "gzip": ".pt.gz", "bzip2": ".pt.bz2", "lzma": ".pt.xz"}
 _COMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
     "gzip": lambda out: gzip.GzipFile(fileobj=out, mode="wb", compresslevel=6, mtime=0),
     "bzip2": lambda out: bz2.BZ2File(out, mode="wb"),
-    "lzma": lambda out: lzma.LZMAFile(out, mode="wb", preset=1),
+    "lzma": lambda out: lzma.LZMAFile(out, mode="wb", preset=1),  # noqa: SIM115 - used in a with
 }
 
 
@@ -65,11 +65,12 @@ def encode_single(value: Any, *, compression: str) -> list[memoryview]:
         The bytes in page-aligned blocks of ``digest.BLOCK_BYTES``, the last one shorter.
     """
     out = _Blocks()
+    file = cast("IO[bytes]", out)
     if compression:
-        with _COMPRESSORS[compression](out) as compressor:
+        with _COMPRESSORS[compression](file) as compressor:
             torch.save(value, compressor)
     else:
-        torch.save(value, out)
+        torch.save(value, file)
     return out.blocks()
 
 

@@ -118,9 +118,7 @@ def _same_bytes(first: Tensor, second: Tensor) -> bool:
     if first.numel() == 0:
         return True
     second = second.to(first.device).contiguous()
-    return torch.equal(
-        first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8)
-    )
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 def _synchronize(items: Sequence[PackedItem]) -> None:

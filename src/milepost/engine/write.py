@@ -78,23 +78,7 @@ class _Pipeline:
         try:
             for job in self._jobs:
                 self._writers.append(self._store.create_writer(job.key, job.size_bytes))
-            for index, job in enumerate(self._jobs):
-                for block in range(len(job.blocks)):
-                    self._queue.put((index, block))
-            helpers = [
-                threading.Thread(target=self._work, name=f"milepost-write-{n}")
-                for n in range(1, min(num_threads, self._queue.qsize()))
-            ]
-            for helper in helpers:
-                helper.start()
-            self._work()
-            for helper in helpers:
-                helper.join()
-            if self._error is not None:
-                raise self._error
-            for index, job in enumerate(self._jobs):
-                if not job.blocks:
-                    self._writers[index].close()
+            self._write_all(num_threads)
         except BaseException:
             for writer in self._writers:
                 writer.abort()
@@ -103,6 +87,24 @@ class _Pipeline:
             FileEntry(job.path, job.size_bytes, tuple(crcs))
             for job, crcs in zip(self._jobs, self._crcs, strict=True)
         ]
+
+    def _write_all(self, num_threads: int) -> None:
+        for index, job in enumerate(self._jobs):
+            for block in range(len(job.blocks)):
+                self._queue.put((index, block))
+            if not job.blocks:
+                self._writers[index].close()
+        helpers = [
+            threading.Thread(target=self._work, name=f"milepost-write-{n}")
+            for n in range(1, min(num_threads, self._queue.qsize()))
+        ]
+        for helper in helpers:
+            helper.start()
+        self._work()
+        for helper in helpers:
+            helper.join()
+        if self._error is not None:
+            raise self._error
 
     def _work(self) -> None:
         try:

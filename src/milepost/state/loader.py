@@ -4,8 +4,8 @@ Three kinds, found out by looking:
 
 ``stateful``  the loader has ``state_dict`` and ``load_state_dict``; it knows its own position.
 ``indexed``   a plain map-style ``DataLoader``. At the start of an epoch the random generators that
-              its order comes from are noted. To get back, they are put into that state, the order is
-              derived again, and the indices already used are stepped over. No data is read.
+              its order comes from are noted. To get back, they are put into that state, the order
+              is derived again, and the indices already used are stepped over. No data is read.
 ``replayed``  anything else that can be iterated. The batches already used are read again and
               dropped; the load report says so.
 
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -32,7 +33,7 @@ from torch.utils.data import (
 from ..errors import MismatchError
 from .rng import apply_rng, capture_rng
 
-__all__ = ["ResumableLoader"]
+__all__ = ["ResumableLoader", "num_samples"]
 
 
 class ResumableLoader:
@@ -96,9 +97,10 @@ class ResumableLoader:
         )
         done: set[int] = set()
         for target in targets:
-            if callable(getattr(target, "set_epoch", None)) and id(target) not in done:
+            set_epoch = getattr(target, "set_epoch", None)
+            if callable(set_epoch) and id(target) not in done:
                 done.add(id(target))
-                target.set_epoch(epoch)
+                set_epoch(epoch)
 
     def iterate(self, rng: Mapping[str, Any] | None = None) -> Iterator[Any]:
         """Yield the batches of one epoch, from a loaded position on.
@@ -271,19 +273,17 @@ class _SkippingLoader:
             options["in_order"] = loader.in_order
         if loader.batch_sampler is not None:
             self._skip = _SkippingSampler(loader.batch_sampler)
-            self._twin = DataLoader(loader.dataset, batch_sampler=self._skip, **options)  # type: ignore[arg-type]
+            self._twin = DataLoader(loader.dataset, batch_sampler=self._skip, **options)
         else:
             self._skip = _SkippingSampler(loader.sampler)
-            self._twin = DataLoader(
-                loader.dataset, batch_size=None, sampler=self._skip, **options
-            )
+            self._twin = DataLoader(loader.dataset, batch_size=None, sampler=self._skip, **options)
 
     def start(self, num_batches: int) -> Iterator[Any]:
         self._skip.num_skipped = num_batches
         iterator = iter(self._twin)
-        # Torch draws the seed of the workers when the iterator is made and the order when the first
-        # batch is asked for. Stepping over batches asks for the order, so it comes after, and before
-        # the caller puts the random state of the checkpoint in place.
+        # Torch draws the seed of the workers when the iterator is made, and the order when the
+        # first batch is asked for. Stepping over batches asks for the order, so it comes after
+        # that, and before the caller puts the random state of the checkpoint in place.
         self._skip.step_over()
         return iterator
 
@@ -338,8 +338,9 @@ class _Skipped:
             # Step over single indices at C speed instead of building the batches.
             indices = iter(sampler.sampler)
             deque(itertools.islice(indices, self._num_skipped * sampler.batch_size), maxlen=0)
-            return iter(BatchSampler(_Rest(indices), sampler.batch_size, sampler.drop_last))  # type: ignore[arg-type]
-        batches = iter(sampler)
+            rest = BatchSampler(_Rest(indices), sampler.batch_size, sampler.drop_last)
+            return iter(rest)
+        batches: Iterator[Any] = iter(sampler)
         deque(itertools.islice(batches, self._num_skipped), maxlen=0)
         return batches
 
@@ -356,3 +357,14 @@ class _Rest:
 
 def _is_indexed(sampler: Any) -> bool:
     return type(sampler) in (RandomSampler, SequentialSampler)
+
+
+def num_samples(batch: Any) -> int:
+    """Return the first dimension of the first tensor in a batch; 0 if there is none."""
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return next((count for part in batch if (count := num_samples(part))), 0)
+    return 0

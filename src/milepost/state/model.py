@@ -120,9 +120,7 @@ class ModelPart:
         if "dtype" in tag:
             shape, dtype = shape[:-1], named_dtype(tag["dtype"])
         if tuple(value.shape) != shape:
-            report.mis_shaped.append(
-                f"{label} (stored {list(shape)}, live {list(value.shape)})"
-            )
+            report.mis_shaped.append(f"{label} (stored {list(shape)}, live {list(value.shape)})")
             return False
         if value.dtype is not dtype:
             stored = "unknown" if dtype is None else dtype_name(dtype)

@@ -85,7 +85,9 @@ class OptimizerPart:
             self._restore_state(stored)
         else:
             self._load_by_position(stored)
-        report.loaded.extend(f"{item}: {name}" for names in self._names_by_group() for name in names)
+        report.loaded.extend(
+            f"{item}: {name}" for names in self._names_by_group() for name in names
+        )
 
     def reapply_options(self, source: StateSource, item: str) -> None:
         """Restore the options of the groups once more, after a scheduler was built upon them."""
@@ -102,21 +104,15 @@ class OptimizerPart:
         """Return the name behind each number in torch's own state dict."""
         result: dict[int, str] = {}
         seen: dict[int, int] = {}
-        for names, group in zip(
-            self._names_by_group(), self.optimizer.param_groups, strict=True
-        ):
+        for names, group in zip(self._names_by_group(), self.optimizer.param_groups, strict=True):
             for name, parameter in zip(names, group["params"], strict=True):
                 index = seen.setdefault(id(parameter), len(seen))
                 result[index] = name
         return result
 
     def _restore_options(self, stored: Mapping[str, Any]) -> None:
-        group_of = {
-            name: group for group in stored["param_groups"] for name in group["params"]
-        }
-        for names, group in zip(
-            self._names_by_group(), self.optimizer.param_groups, strict=True
-        ):
+        group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
+        for names, group in zip(self._names_by_group(), self.optimizer.param_groups, strict=True):
             home = next((group_of[name] for name in names if name in group_of), None)
             if home is None:
                 continue
@@ -127,9 +123,7 @@ class OptimizerPart:
 
     def _restore_state(self, stored: Mapping[str, Any]) -> None:
         state: defaultdict[Any, Any] = defaultdict(dict)
-        for names, group in zip(
-            self._names_by_group(), self.optimizer.param_groups, strict=True
-        ):
+        for names, group in zip(self._names_by_group(), self.optimizer.param_groups, strict=True):
             for name, parameter in zip(names, group["params"], strict=True):
                 if name in stored["state"]:
                     state[parameter] = _place(stored["state"][name], parameter, group)

@@ -70,7 +70,9 @@ def apply_rng(state: RngState) -> None:
         )
         torch.set_rng_state(state["torch"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"The stored state of the random generators is malformed: {error}.") from error
+        raise FormatError(
+            f"The stored state of the random generators is malformed: {error}."
+        ) from error
     _apply_accelerators(state.get("accelerator", []))
 
 

@@ -143,6 +143,7 @@ class _Subtree:
         return {self._shown: self._tree}
 
     def tensors(self, item: str) -> Mapping[str, TensorInfo]:
+        assert item == self._shown
         infos = self._source.tensors(self._item)
         return {key: infos[key] for key in leaf_keys(self._tree) if key in infos}
 

@@ -84,7 +84,7 @@ class Tracked:
 
     def optimizers(self) -> list[tuple[str, str, OptimizerPart]]:
         """Return ``(item, member or "", part)`` of every tracked optimizer."""
-        found = []
+        found: list[tuple[str, str, OptimizerPart]] = []
         for name, part in self._parts.items():
             members = part.members if isinstance(part, GroupPart) else {"": part}
             found.extend((name, m, p) for m, p in members.items() if isinstance(p, OptimizerPart))

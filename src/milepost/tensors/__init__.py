@@ -1,0 +1,1 @@
+"""Torch tensors <-> dense bytes with a name."""

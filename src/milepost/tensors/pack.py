@@ -209,7 +209,7 @@ class _Packer:
             self.aliases[key] = set()
             if identity:
                 self._seen[identity] = key
-                # Keeps the memory from being reused, which would make a stranger look like an alias.
+                # Memory that is used again would make a stranger look like an alias.
                 self._owners.append(value)
         self.aliases[key].add(plain_key)
         tag: dict[str, Any] = {"$": "tensor", "key": key}

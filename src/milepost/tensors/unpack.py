@@ -126,10 +126,10 @@ def _sparse_compressed(tag: Mapping[str, Any], dense: Callable[[Any], Tensor]) -
 def _quantized(tag: Mapping[str, Any], dense: Callable[[Any], Tensor]) -> Tensor:
     ints = dense(tag["ints"])
     if "scale" in tag:
-        return torch._make_per_tensor_quantized_tensor(  # type: ignore[no-any-return]
+        return torch._make_per_tensor_quantized_tensor(
             ints, float(tag["scale"]), int(tag["zero_point"])
         )
-    return torch._make_per_channel_quantized_tensor(  # type: ignore[no-any-return]
+    return torch._make_per_channel_quantized_tensor(
         ints, dense(tag["scales"]), dense(tag["zero_points"]), int(tag["axis"])
     )
 
@@ -155,7 +155,7 @@ _RESOLVERS: dict[str, Callable[[Mapping[str, Any], Callable[[Any], Tensor]], Any
     "sparse_compressed": _sparse_compressed,
     "quantized": _quantized,
     "torch.dtype": _dtype,
-    "torch.device": lambda tag, dense: torch.device(tag["v"]),
-    "torch.Size": lambda tag, dense: torch.Size(tag["v"]),
+    "torch.device": lambda tag, _: torch.device(tag["v"]),
+    "torch.Size": lambda tag, _: torch.Size(tag["v"]),
     "torch.Generator": _generator,
 }

@@ -1,0 +1,145 @@
+"""Going on from a checkpoint: what was restored, what is still to be claimed, and the random state.
+
+Objects may be tracked after the resume, a scheduler that is built on the restored optimizer for
+example. The stored state of such an object waits until the object comes; training does not begin
+before everything stored has found its object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .checkpoint import Checkpoint, Place, open_source
+from .errors import MismatchError, MissingError
+from .state.report import LoadReport
+from .state.rng import apply_rng
+from .state.source import StateSource, load_item
+from .state.tracked import Tracked
+from .writer import RunWriter
+
+__all__ = ["Resumption"]
+
+
+class Resumption:
+    """Restores tracked objects, those that come late included.
+
+    Args:
+        tracked: The objects.
+        writer: The run.
+        strict: Whether stored state and objects must fit exactly.
+
+    Attributes:
+        report: What the resume restored; ``None`` after a fresh start.
+        rng: Random state of the checkpoint, until somebody begins to iterate.
+        is_final: Whether the checkpoint was made at the end of a training.
+    """
+
+    def __init__(self, tracked: Tracked, writer: RunWriter, *, strict: bool) -> None:
+        self._tracked = tracked
+        self._writer = writer
+        self._strict = strict
+        self._source: StateSource | None = None
+        self._unclaimed: set[str] = set()
+        self.report: LoadReport | None = None
+        self.rng: Mapping[str, Any] | None = None
+        self.is_final = False
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Restore everything tracked so far.
+
+        Raises:
+            MismatchError: It does not fit; nothing was changed.
+            DamagedError: Bytes that do not match their checksum; another checkpoint must be
+                restored over what was changed.
+        """
+        source = checkpoint.source()
+        late = set(source.trees) - set(self._tracked) - {"rng"}
+        self.report = self._tracked.restore(source, expected=late)
+        self._restore_rng(source)
+        self._source, self._unclaimed = source, late
+        self.is_final = checkpoint.is_final
+        if late:
+            self._writer.protected.add(checkpoint.manifest.name)
+
+    def claim(self, name: str, target: Any) -> None:
+        """Restore an object that was tracked after the resume; before it, do nothing.
+
+        Raises:
+            MismatchError: The checkpoint does not hold it, or what it holds does not fit.
+        """
+        if self._source is None:
+            return
+        if name not in self._source.trees:
+            if self._strict:
+                raise MismatchError(
+                    f"{self._source.name}, which the run goes on from, holds no {name!r}.",
+                    hint="Track it from the first start on, or use strict=False.",
+                    name=name,
+                )
+            return
+        self._tracked.restore(self._source, items={name})
+        self._unclaimed.discard(name)
+        if hasattr(target, "get_last_lr"):
+            # Building a scheduler on a restored optimizer changed its learning rates.
+            self._tracked.reapply_optimizer_options(self._source)
+
+    def settle(self) -> None:
+        """Refuse to go on while the checkpoint holds state that nobody asked for.
+
+        Raises:
+            MismatchError: Naming the items.
+        """
+        if self._unclaimed and self._strict:
+            names = ", ".join(sorted(self._unclaimed))
+            raise MismatchError(
+                f"The run goes on from {self._writer.resumed_from}, which also holds {names}.",
+                safe="Nothing was trained or saved.",
+                hint="Track objects under these names before the first batch, or use "
+                "strict=False to leave them behind.",
+                names=sorted(self._unclaimed),
+            )
+        self._unclaimed, self._source = set(), None
+        self._writer.protected.clear()
+
+    def restore(
+        self, source: StateSource, *, items: Iterable[str] | None, strict: bool | None
+    ) -> LoadReport:
+        """Restore tracked objects from any source; see ``Checkpointer.restore``."""
+        wanted = None if items is None else set(items)
+        report = self._tracked.restore(source, items=wanted, strict=strict)
+        if wanted is None or "rng" in wanted:
+            self._restore_rng(source)
+        return report
+
+    def find(self, source: Place | Checkpoint | None, *, trust: bool) -> StateSource:
+        """Return the source that a user named: a checkpoint of this run, a path, or a handle.
+
+        Raises:
+            MissingError: There is none.
+        """
+        run = self._writer.run
+        if source is None:
+            latest = run.latest()
+            if latest is None:
+                raise MissingError(f"The run at {run.url} holds no checkpoint.", path=run.url)
+            return latest.source()
+        is_name = isinstance(source, str) and "/" not in source
+        if is_name and self._writer.session is not None:
+            names = {found.name for found in run.view.found}
+            if source in names:
+                return run.get(str(source)).source()
+        return open_source(source, trust=trust)
+
+    def take_rng(self) -> Mapping[str, Any] | None:
+        """Return the random state of the checkpoint, once."""
+        rng, self.rng = self.rng, None
+        return rng
+
+    def _restore_rng(self, source: StateSource) -> None:
+        if "rng" not in source.trees:
+            return
+        states = load_item(source, "rng")
+        if states:
+            apply_rng(states[0])
+            self.rng = states[0]
