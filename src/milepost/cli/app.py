@@ -75,7 +75,8 @@ def main() -> None:
     """Run the program and end the process with its exit code."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started us
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - kept to the end
+            setattr(sys, name, nowhere)
     try:
         app()
     finally:
