@@ -12,7 +12,6 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-
 def test_verify_whole(milepost, run):
     """Whole checkpoints end with 0, after every byte was read."""
     records = milepost.json("verify", "--all", run.folder)

@@ -1,0 +1,105 @@
+"""What ``diff`` finds between two checkpoints."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+WEIGHTS = {"a.weight": (1.0, 2.0), "b": (3.0,)}
+
+
+def test_diff_of_equal_checkpoints(milepost, make_run):
+    """Equal is told in words and by the exit code."""
+    maker = make_run()
+    maker.save("one", weights=WEIGHTS, values={"epoch": 1})
+    maker.save("two", weights=WEIGHTS, values={"epoch": 1})
+    found = milepost.json("diff", maker.folder / "one", maker.folder / "two")
+    assert found["is_equal"] is True
+    assert found["num_equal_tensors"] == 2
+    assert found["tensors"] == found["values"] == []
+
+
+def test_diff_names_each_change(milepost, make_run):
+    """Added, removed, reshaped and changed tensors, and other values by path."""
+    maker = make_run()
+    maker.save(
+        "one",
+        weights={"same": (1.0,), "value": (1.0, 2.0), "shape": (1.0,), "gone": (1.0,)},
+        values={"epoch": 1, "old": 2},
+    )
+    maker.save(
+        "two",
+        weights={"same": (1.0,), "value": (1.0, 2.5), "shape": (1.0, 1.0), "new": (1.0,)},
+        values={"epoch": 3, "fresh": [1, {"$": "tuple", "v": [1]}]},
+    )
+    found = milepost.json("diff", maker.folder / "one", maker.folder / "two", code=1)
+    changes = {c["tensor"]: (c["change"], c["before"], c["after"]) for c in found["tensors"]}
+    assert changes == {
+        "model/value": ("changed", "float32 [2]", "float32 [2]"),
+        "model/shape": ("changed", "float32 [1]", "float32 [2]"),
+        "model/gone": ("removed", "float32 [1]", None),
+        "model/new": ("added", None, "float32 [1]"),
+    }
+    assert found["num_equal_tensors"] == 1
+    values = {c["path"]: (c["change"], c["before"], c["after"]) for c in found["values"]}
+    assert values == {
+        "timer['epoch']": ("changed", "1", "3"),
+        "timer['old']": ("removed", "2", None),
+        "timer['fresh'][0]": ("added", None, "1"),
+        "timer['fresh'][1][0]": ("added", None, "1"),
+    }
+
+
+def test_diff_sees_negative_zero_and_equal_nan(milepost, make_run):
+    """Tensors are compared by their bytes: -0.0 is not 0.0, and NaN equals itself."""
+    maker = make_run()
+    maker.save("one", weights={"a": (0.0,), "b": (math.nan,)}, values={})
+    maker.save("two", weights={"a": (-0.0,), "b": (math.nan,)}, values={})
+    found = milepost.json("diff", maker.folder / "one", maker.folder / "two", code=1)
+    assert [change["tensor"] for change in found["tensors"]] == ["model/a"]
+
+
+def test_diff_finds_equal_tensors_at_other_places(milepost, make_run):
+    """A tensor that moved within its file because another one grew has not changed."""
+    maker = make_run()
+    maker.save("one", weights={"a": (1.0,), "b": (7.0, 8.0)}, values={})
+    maker.save("two", weights={"a": (1.0,) * 3_000, "b": (7.0, 8.0)}, values={})
+    found = milepost.json("diff", maker.folder / "one", maker.folder / "two", code=1)
+    assert [change["tensor"] for change in found["tensors"]] == ["model/a"]
+
+
+def test_diff_reads_checked_bytes_only(milepost, run):
+    """Damage is told as damage, never as a change."""
+    part = run.folder / "ep1" / "model.safetensors"
+    run.save("ep4", weights={"a.weight": (9.0, 9.0), "b": (3.0,)})
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    result = milepost("diff", run.folder / "ep1", run.folder / "ep4", code=1)
+    assert result.stdout == ""
+    assert "checksum" in result.stderr
+
+
+def test_diff_values_measures_the_distance(milepost, make_run):
+    """Largest difference and relative norm, as computed by hand."""
+    maker = make_run()
+    maker.save("one", weights={"far": (3.0, 4.0), "near": (1.0,)}, values={})
+    maker.save("two", weights={"far": (3.0, 4.5), "near": (1.25,)}, values={})
+    found = milepost.json("diff", "--values", maker.folder / "one", maker.folder / "two", code=1)
+    far, near = found["tensors"]
+    assert (far["tensor"], far["max_abs"]) == ("model/far", 0.5)
+    assert far["relative_l2"] == pytest.approx(0.1)
+    assert (near["tensor"], near["max_abs"], near["relative_l2"]) == ("model/near", 0.25, 0.25)
+
+
+def test_diff_top_cuts_the_text_and_says_so(milepost, make_run):
+    """A large model must not flood the terminal; JSON holds everything."""
+    maker = make_run()
+    maker.save("one", weights={f"w{n}": (1.0,) for n in range(5)}, values={})
+    maker.save("two", weights={f"w{n}": (2.0,) for n in range(5)}, values={})
+    places = (maker.folder / "one", maker.folder / "two")
+    text = milepost("diff", "--top", "2", *places, code=1).stdout
+    assert text.count("model/w") == 2
+    assert "3 more tensors" in text
+    assert len(milepost.json("diff", "--top", "2", *places, code=1)["tensors"]) == 5
