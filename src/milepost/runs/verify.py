@@ -94,7 +94,7 @@ def verify(store: Store, name: str, level: Level | str = Level.QUICK) -> VerifyR
         level: ``quick`` or ``full``.
 
     Raises:
-        MissingError: There is no commit in the folder.
+        MissingError: There is no commit in the folder, or there is none any more.
         NewerFormatError: A newer Milepost wrote it.
         AccessError: The store refused a read, which says nothing about the bytes.
     """
@@ -120,6 +120,8 @@ def verify(store: Store, name: str, level: Level | str = Level.QUICK) -> VerifyR
     if level is Level.FULL:
         problems += _check_blocks(store, name, sound, manifest)
         checked_bytes = sum(entry.size_bytes for entry in sound)
+    if problems:
+        _refuse_deleted(store, name)
     return VerifyReport(name, level, tuple(problems), checked_bytes)
 
 
@@ -153,6 +155,18 @@ def newest_good(
             return found, reports
         reports.append(report)
     return None, reports
+
+
+def _refuse_deleted(store: Store, name: str) -> None:
+    """Tell damage from a deletion that began while we looked."""
+    try:
+        store.head(file_key(name, MANIFEST))
+    except MissingError as error:
+        raise MissingError(
+            f"{name} was deleted while it was looked at.",
+            hint="Look at a newer checkpoint.",
+            name=name,
+        ) from error
 
 
 def _report_damaged(found: Found, level: Level) -> VerifyReport:

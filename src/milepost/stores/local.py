@@ -235,7 +235,7 @@ class LocalStore:
         return self._path(key)
 
     def sweep_temporary(self, max_age_s: float) -> Names:
-        """Remove temporary files that writers left behind when they were stopped.
+        """Remove temporary files that writers left behind, and folders that they kept alive.
 
         Args:
             max_age_s: Younger ones may still be in use and stay. Ages are taken by the clock of
@@ -252,6 +252,7 @@ class LocalStore:
         for path, modified_s in found:
             if now_s - modified_s >= max_age_s and self._discard(path):
                 removed.append(os.path.relpath(path, self._root))
+                self._remove_empty(os.path.dirname(path))
         return removed
 
     def _path(self, key: str) -> str:

@@ -48,14 +48,23 @@ class FaultStore:
     Args:
         store: Keeps the bytes.
         faults: What goes wrong, and when.
+        before: Called with the number and the text of each operation before it is carried out: to
+            let something else happen just then, or to wait for it.
 
     Attributes:
         operations: What was asked for so far, such as ``"put_new ep1/manifest.json"``.
         is_stopped: Whether the process has ended.
     """
 
-    def __init__(self, store: Store, faults: Sequence[Fault] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        faults: Sequence[Fault] = (),
+        *,
+        before: Callable[[int, str], None] | None = None,
+    ) -> None:
         self._store = store
+        self._before = before
         self._faults = {fault.at: fault for fault in faults}
         self._lock = Lock()
         self.url = store.url
@@ -135,17 +144,25 @@ class FaultStore:
             if self.is_stopped:
                 raise Crash(operation)
             self.operations.append(operation)
-            fault = self._faults.get(len(self.operations))
+            number = len(self.operations)
+            fault = self._faults.get(number)
             if fault is not None and fault.error is None and not fault.is_after:
                 self.is_stopped = True
+        if self._before is not None:
+            self._before(number, operation)
         if fault is not None and not fault.is_after:
             raise fault.error or Crash(operation)
-        result = action()
-        if fault is not None:
-            if fault.error is None:
-                self.is_stopped = True
-            raise fault.error or Crash(operation)
-        return result
+        try:
+            return action()
+        finally:
+            if fault is not None:
+                self._answer_with(fault, operation)
+
+    def _answer_with(self, fault: Fault, operation: str) -> None:
+        """Put the planned end in the place of whatever the operation answered."""
+        if fault.error is None:
+            self.is_stopped = True
+        raise fault.error or Crash(operation)
 
 
 @final

@@ -350,6 +350,17 @@ def test_sweeping_removes_what_is_old_and_temporary(store):
     assert store.sweep_temporary(0) == [".tmp-1-young"]
 
 
+def test_sweeping_removes_the_folder_that_a_temporary_file_kept(store):
+    """The checkpoint in it was deleted, but not what its writer had left."""
+    store.put_new("ep1/a", b"1")
+    folder = Path(store.local_path("ep1"))
+    (folder / ".tmp-1-x").write_bytes(b"1")
+    store.delete("ep1/a")
+    assert folder.exists()
+    store.sweep_temporary(0)
+    assert not folder.exists()
+
+
 def test_a_temporary_file_that_stays_is_recorded(store, monkeypatch):
     """The record was created: that it left something behind is no error, but no secret either."""
     monkeypatch.setattr(posix.os, "unlink", refuse(errno.EIO))
