@@ -1,0 +1,159 @@
+"""A resumed training equals an uninterrupted one bit for bit, wherever it was cut."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from milepost.testing.asserts import assert_equal_states
+
+_HERE = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("trainer_cells", _HERE / "trainer_cells.py")
+assert _spec is not None
+cells = importlib.util.module_from_spec(_spec)
+sys.modules["trainer_cells"] = cells
+_spec.loader.exec_module(cells)
+
+BATCH_POINTS = [f"ba{batch}" for batch in range(1, cells.EPOCHS * cells.BATCHES)]
+EPOCH_POINTS = [f"ep{epoch}" for epoch in range(1, cells.EPOCHS)]
+ALL_POINTS = [*BATCH_POINTS, *EPOCH_POINTS]
+# Mid-epoch, on the last batch of an epoch, between two epochs, just after one, near the end.
+SOME_POINTS = ["ba3", "ba10", "ep1", "ba11", "ba17", "ep2", "ba29"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+class Server:
+    """Runs jobs one after the other, each in a fork of a clean process that has loaded torch."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(_HERE / "trainer_cells.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, **job: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        assert answer["code"] == 0, f"{job} ended with {answer['code']}; see standard error"
+        if "result" not in job:
+            return None
+        return torch.load(job["result"], weights_only=False)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    started = Server()
+    yield started
+    started.close()
+
+
+def _as_dict(cell: Any) -> dict[str, Any]:
+    return {
+        "sampler": cell.sampler,
+        "dropout": cell.dropout,
+        "workers": cell.workers,
+        "grad_accum": cell.grad_accum,
+    }
+
+
+def _check_points(cell: Any, folder: Path, points: list[str]) -> None:
+    expected = cells.straight(cell)
+    assert_equal_states(cells.straight(cell, str(folder)), expected, path="saved while training")
+    for number, point in enumerate(points):
+        found = cells.resume(cell, str(folder / point), scramble=number + 1)
+        assert_equal_states(found, expected, path=f"resumed from {point}")
+
+
+NORMAL_CELLS = [
+    cells.Cell("plain", 0.5, 0, 2),
+    cells.Cell("seeded", 0.5, 0, 1),
+    cells.Cell("stateful", 0.5, 0, 1),
+]
+
+
+@pytest.mark.parametrize("cell", NORMAL_CELLS, ids=str)
+def test_every_cut_point_resumes_to_the_same_bytes(cell: Any, tmp_path: Path) -> None:
+    """Fresh objects, scrambled generators, every batch and every epoch as the last one."""
+    _check_points(cell, tmp_path / "run", ALL_POINTS)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cell", cells.all_cells(), ids=str)
+def test_every_cut_point_of_every_cell(cell: Any, tmp_path: Path) -> None:
+    """The whole matrix."""
+    _check_points(cell, tmp_path / "run", ALL_POINTS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cell", cells.all_cells(), ids=str)
+def test_a_new_process_resumes_to_the_same_bytes(cell: Any, server: Server, tmp_path: Path) -> None:
+    """Save and resume share nothing but the disk, in each of the 24 cells."""
+    folder = str(tmp_path / "run")
+    index = cells.all_cells().index(cell)
+    points = [SOME_POINTS[index % len(SOME_POINTS)], SOME_POINTS[(index + 3) % len(SOME_POINTS)]]
+    expected = server.run(
+        kind="straight",
+        cell=_as_dict(cell),
+        folder=folder,
+        points=points,
+        result=str(tmp_path / "straight"),
+    )
+    found = server.run(
+        kind="resume",
+        cell=_as_dict(cell),
+        folder=folder,
+        points=points,
+        result=str(tmp_path / "resumed"),
+    )
+    for point, outcome in zip(points, found, strict=True):
+        assert_equal_states(outcome, expected, path=f"resumed from {point}")
+
+
+def test_three_resumes_in_a_row(server: Server, tmp_path: Path) -> None:
+    """What a resume restores must itself be saved right: mid-epoch, twice in one epoch, again."""
+    cell = cells.Cell("seeded", 0.5, 0, 2)
+    expected = server.run(kind="straight", cell=_as_dict(cell), result=str(tmp_path / "straight"))
+    folder = str(tmp_path / "run")
+    for number, until in enumerate(("4ba", "13ba", "17ba")):
+        scramble = number  # 0 seeds the run as the straight one
+        server.run(kind="part", cell=_as_dict(cell), folder=folder, until=until, scramble=scramble)
+    (found,) = server.run(
+        kind="resume",
+        cell=_as_dict(cell),
+        folder=folder,
+        points=["ba17"],
+        result=str(tmp_path / "resumed"),
+    )
+    assert_equal_states(found, expected)
+
+
+def test_the_comparison_sees_a_changed_order(tmp_path: Path) -> None:
+    """The oracle must fail when a resume is not exact: another seed is another training."""
+    cell = cells.Cell("plain", 0.0, 0, 1)
+    expected = cells.straight(cell)
+    trainer = cells.make_trainer(cell, scramble=0, seed=4)
+    trainer.fit()
+    with pytest.raises(AssertionError):
+        assert_equal_states(cells.outcome(trainer), expected)
