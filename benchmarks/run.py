@@ -1,0 +1,100 @@
+"""Measure every claim and print one table of ratios.
+
+    python benchmarks/run.py [--rounds 7] [--folder DIR] [--json FILE]
+
+The folder must be on the disk to be measured and have about 8 GB free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import claims
+import limits
+import safetensors
+import torch
+from claims import Figures
+
+import milepost
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table."""
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    print(f"\n{title}")
+    for row in [columns, ["-" * width for width in widths], *rows]:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def ratios(figures: Figures, limit: str, names: list[str], *, is_rate: bool) -> list[list[str]]:
+    """Return a row a variant: median seconds, spread, ratio to the limit."""
+    rows = []
+    base = figures.median(limit)
+    for name in [limit, *names]:
+        median, (low, high) = figures.median(name), figures.spread(name)
+        ratio = base / median if is_rate else median / base
+        rows.append([name, f"{median:.3f}", f"{low:.3f}-{high:.3f}", f"{ratio:.2f}"])
+    return rows
+
+
+def main() -> None:
+    """Run everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk to use")
+    parser.add_argument("--json", type=Path, help="write every figure of every round here")
+    options = parser.parse_args()
+    print(
+        f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}  {platform.machine()}, {os.cpu_count()} cores, "
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, safetensors {safetensors.__version__}, "
+        f"milepost {milepost.__version__}, {options.rounds} rounds"
+    )
+    results: dict[str, Any] = {}
+
+    def measure(name: str, claim: Callable[..., tuple[Figures, int]]) -> tuple[Figures, int]:
+        folder = Path(tempfile.mkdtemp(prefix="milepost-bench-", dir=options.folder))
+        try:
+            before = limits.write_rate(folder, 2**30)
+            figures, size = claim(folder, rounds=options.rounds)
+            after = limits.write_rate(folder, 2**30)
+        finally:
+            shutil.rmtree(folder)
+        print(
+            f"\n[{name}] direct write limit before and after: {before / 1e9:.2f} and "
+            f"{after / 1e9:.2f} GB/s"
+        )
+        results[name] = {"bytes": size, "rounds": figures.rounds, "limit": [before, after]}
+        return figures, size
+
+    columns = ["variant", "median s", "spread s", "ratio"]
+    figures, size = measure("save", claims.blocking_and_durable)
+    rows = ratios(figures, "copy", ["milepost blocking"], is_rate=False)
+    table(f"Blocking time of an async save, {size / 1e9:.2f} GB, times a warm copy", columns, rows)
+    names = ["milepost", "safetensors", "torch.save", "dcp.save"]
+    rows = ratios(figures, "write limit", names, is_rate=True)
+    table("Durable save, share of the direct write rate", columns, rows)
+    figures, _ = measure("load", claims.cold_load)
+    names = ["milepost", "safetensors", "torch.load", "dcp.load"]
+    rows = ratios(figures, "read limit", names, is_rate=True)
+    table("Cold load into live tensors, share of the direct read rate", columns, rows)
+    figures, _ = measure("small", claims.many_small)
+    rows = ratios(figures, "dcp.save", ["milepost save"], is_rate=False)
+    table("10,000 tensors of 16 KiB, durable save, times DCP", columns, rows)
+    rows = ratios(figures, "dcp.load", ["milepost load"], is_rate=False)
+    table("10,000 tensors of 16 KiB, cold load, times DCP", columns, rows)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
