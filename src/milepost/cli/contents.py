@@ -218,7 +218,8 @@ class _Bytes:
         self.where = _key(checkpoint, path)
         self._entry = checkpoint.manifest.file(path)
         self._reader: Reader = checkpoint.store.open_reader(self.where)
-        self._memory = mmap.mmap(-1, BLOCK_BYTES)
+        # Never closed by hand: an error on its way may still hold views of it.
+        self._pages = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         self._block: int | None = None
 
     def read(self, start: int, length: int) -> bytes:
@@ -226,7 +227,6 @@ class _Bytes:
 
     def close(self) -> None:
         self._reader.close()
-        self._memory.close()
 
     def _pieces(self, start: int, length: int) -> Iterator[bytes]:
         stop = start + length
@@ -234,7 +234,7 @@ class _Bytes:
             block, offset = divmod(start, BLOCK_BYTES)
             count = min(stop - start, BLOCK_BYTES - offset)
             self._fill(block)
-            yield self._memory[offset : offset + count]
+            yield bytes(self._pages[offset : offset + count])
             start += count
 
     def _fill(self, block: int) -> None:
@@ -245,9 +245,9 @@ class _Bytes:
         if num_bytes <= 0:
             raise FormatError(f"{self.where} ends too early.", path=self.where)
         self._block = None
-        with memoryview(self._memory) as whole, whole[:num_bytes] as view:
-            self._reader.read_into(start, view)
-            found = crc32c(view)
+        view = self._pages[:num_bytes]
+        self._reader.read_into(start, view)
+        found = crc32c(view)
         if found != self._entry.crcs[block]:
             raise DamagedError(
                 f"Block {block} of {self.where} does not match its checksum.",

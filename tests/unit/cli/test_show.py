@@ -121,3 +121,11 @@ def test_show_refuses_a_damaged_header(milepost, run):
     path = run.folder / "ep1" / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b"a.weight", b"c.weight"))
     assert "checksum" in milepost("show", run.folder / "ep1", "--tensors", code=1).stderr
+
+
+def test_show_refuses_a_part_that_was_cut(milepost, run):
+    """The reader finds the end too early; that is damage, with the name of the file."""
+    path = run.folder / "ep1" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    result = milepost("show", run.folder / "ep1", "--tensors", code=1)
+    assert "model.safetensors" in result.stderr
