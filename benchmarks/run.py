@@ -55,7 +55,8 @@ def main() -> None:
     options = parser.parse_args()
     print(
         f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}  {platform.machine()}, {os.cpu_count()} cores, "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
+        f"{platform.system()} {platform.release()}, "
+        f"Python {platform.python_version()}, "
         f"torch {torch.__version__}, safetensors {safetensors.__version__}, "
         f"milepost {milepost.__version__}, {options.rounds} rounds"
     )

@@ -12,6 +12,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from ..stores.pages import advise, page_memory
+
 __all__ = ["Arena"]
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -43,9 +45,9 @@ class Arena:
         # Let go of the old memory first: a growing state must not need both at once.
         self._bytes, self._map = torch.empty(0, dtype=torch.uint8), None
         size = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _advise(self._map, getattr(mmap, "MADV_HUGEPAGE", None))
-        _advise(self._map, _MADV_POPULATE_WRITE)
+        self._map = page_memory(size)
+        advise(self._map, getattr(mmap, "MADV_HUGEPAGE", None))
+        advise(self._map, _MADV_POPULATE_WRITE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.generation += 1
         return True
@@ -58,13 +60,3 @@ class Arena:
         """Return a range of the memory for reading and writing."""
         assert self._map is not None
         return memoryview(self._map)[start:stop]
-
-
-def _advise(mapping: mmap.mmap, advice: int | None) -> None:
-    if advice is None:
-        return
-    try:
-        mapping.madvise(advice)
-    except OSError:
-        # Advice only makes the first touch cheaper; older kernels do not know it.
-        return

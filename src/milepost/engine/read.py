@@ -7,7 +7,6 @@ where they belong.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from ..format.layout import INDEX
 from ..format.manifest import FileEntry, Manifest, check_version
 from ..state.source import TensorInfo
 from ..stores.base import Reader, Store
+from ..stores.pages import page_memory
 
 __all__ = ["CheckpointSource", "read_file"]
 
@@ -186,14 +186,10 @@ def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> b
     length = min(BLOCK_BYTES, entry.size_bytes - start)
     if length <= 0:
         raise FormatError(f"The header of {where} goes past the end of the file.", path=where)
-    with mmap.mmap(-1, length) as memory:
-        view = memoryview(memory)
-        try:
-            reader.read_into(start, view[:length])
-            _check_block(view[:length], entry, block, where, ())
-            return bytes(view[:length])
-        finally:
-            view.release()
+    data = memoryview(page_memory(length))[:length]
+    reader.read_into(start, data)
+    _check_block(data, entry, block, where, ())
+    return bytes(data)
 
 
 def _check_block(
@@ -259,7 +255,7 @@ class _BlockReads:
 
     def _work(self) -> None:
         try:
-            memory = mmap.mmap(-1, BLOCK_BYTES)
+            memory = page_memory(BLOCK_BYTES)
             buffer, view = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
             with torch.no_grad():
                 while self._error is None:

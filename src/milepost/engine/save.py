@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import platform
 import threading
 import time
@@ -32,6 +31,7 @@ from ..format.manifest import FORMAT_VERSION, FileEntry, Manifest
 from ..runs.publish import Claim, abandon, claim, publish
 from ..runs.sessions import Session
 from ..stores.base import Store
+from ..stores.pages import page_memory
 from ..tensors.pack import PackedItem
 from ..tensors.unpack import unpack_item
 from ..version import __version__
@@ -343,7 +343,7 @@ def _json(value: Any) -> bytes:
 
 def _aligned(data: bytes) -> memoryview:
     """Return a page-aligned copy that is readable up to the next page border."""
-    memory = mmap.mmap(-1, max(len(data), 1))
+    memory = page_memory(len(data))
     memory[: len(data)] = data
     return memoryview(memory)[: len(data)]
 

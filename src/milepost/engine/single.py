@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import UnsupportedStateError, UsageError
 from ..format import tree
 from ..format.digest import BLOCK_BYTES
+from ..stores.pages import page_memory
 
 __all__ = ["SUFFIXES", "check_compression", "check_plain", "encode_single"]
 
@@ -125,7 +126,7 @@ class _Blocks(io.RawIOBase):
         done = 0
         while done < len(view):
             if self._last is None:
-                self._last, self._used = mmap.mmap(-1, BLOCK_BYTES), 0
+                self._last, self._used = page_memory(BLOCK_BYTES), 0
             count = min(len(view) - done, BLOCK_BYTES - self._used)
             self._last[self._used : self._used + count] = view[done : done + count]
             self._used += count

@@ -8,7 +8,6 @@ single flipped bit and names the file, the block and the tensors that it lies in
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,6 +21,7 @@ from ..format.header import PAGE_BYTES, StoredTensor, parse_header, parse_header
 from ..format.layout import MANIFEST
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import Reader, Store
+from ..stores.pages import page_memory
 from .folders import file_key, is_diagnostic
 from .scan import Found, RunView, State, read_manifest
 
@@ -234,7 +234,7 @@ def _pages(size_bytes: int) -> memoryview:
 
     It is freed with its last user and not by hand: the traceback of an error may hold a slice.
     """
-    return memoryview(mmap.mmap(-1, max(size_bytes, 1)))[:size_bytes]
+    return memoryview(page_memory(size_bytes))[:size_bytes]
 
 
 def _check_blocks(

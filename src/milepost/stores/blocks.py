@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import final
 
 from ..errors import DamagedError, MissingError, storage_error
 from . import posix
+from .pages import page_memory
 
 __all__ = ["LocalReader", "LocalWriter"]
 
@@ -167,7 +167,7 @@ class LocalWriter:
 
     def _write_tail(self, fd: int, offset: int, tail: memoryview) -> None:
         # Not closed by hand: the traceback of an error may still hold a slice of it.
-        page = mmap.mmap(-1, PAGE_BYTES)
+        page = page_memory(PAGE_BYTES)
         page[: len(tail)] = bytes(tail)
         self._write(fd, offset, memoryview(page))
 
