@@ -82,7 +82,9 @@ def measure_changes(a: Contents, b: Contents, comparison: Comparison) -> Compari
     measured = []
     for change, left, right in comparison.tensors:
         if left is not None and right is not None and change.before == change.after:
-            distance = measure(read_tensor(one, left), read_tensor(other, right))
+            distance = measure(
+                read_tensor(one, left.item, left.key), read_tensor(other, right.item, right.key)
+            )
             if distance is not None:
                 change = replace(  # noqa: PLW2901 - the same change, with its measure
                     change, max_abs=distance.max_abs, relative_l2=distance.relative_l2

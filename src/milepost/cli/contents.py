@@ -137,7 +137,7 @@ def _same_in_memory(a: Contents, left: TensorRow, b: Contents, right: TensorRow)
     from .values import read_tensor
 
     one, other = (
-        read_tensor(contents.source or contents.checkpoint.source(), row)
+        read_tensor(contents.source or contents.checkpoint.source(), row.item, row.key)
         .contiguous()
         .reshape(-1)
         .view(torch.uint8)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..state.source import StateSource, new_tensor
-from .contents import TensorRow
 
 __all__ = ["Distance", "measure", "read_tensor"]
 
@@ -26,10 +25,10 @@ class Distance:
     relative_l2: float
 
 
-def read_tensor(source: StateSource, row: TensorRow) -> Tensor:
+def read_tensor(source: StateSource, item: str, key: str) -> Tensor:
     """Read one tensor as it is stored."""
-    tensor = new_tensor(source.tensors(row.item)[row.key])
-    source.read([(row.item, row.key, tensor)])
+    tensor = new_tensor(source.tensors(item)[key])
+    source.read([(item, key, tensor)])
     return tensor
 
 

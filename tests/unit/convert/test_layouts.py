@@ -115,9 +115,10 @@ def test_positions_of_several_optimizers_get_names():
         numbered([(4, 3), (4,)]),
         numbered([(4,), (4, 3), (4,)]),
         numbered([(4, 3), (4,), (4,)], groups=[[0], [1, 2]]),
+        numbered([(4, 3), (4,), (4,)], groups=[[0, 1, 2], []]),
         numbered([(4, 3), (4,), (4,), (4,), (4,)]),
     ],
-    ids=["fewer", "another order", "two groups", "one for each buffer"],
+    ids=["fewer", "another order", "two groups", "an empty group", "one for each buffer"],
 )
 def test_positions_stay_where_names_would_be_a_guess(optimizer):
     """A swap of two moments goes unnoticed for ever; a refusal does not."""
