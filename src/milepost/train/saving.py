@@ -22,7 +22,7 @@ from ..errors import (
     UsageError,
 )
 from ..progress.schedule import Due, Schedule
-from ..progress.time import Time, TimeUnit
+from ..progress.time import TimeUnit
 from ..state.loader import ResumableLoader
 from .evaluating import Evaluation
 from .events import Event
@@ -64,6 +64,7 @@ class Saving:
         self._interval = interval
         self._signals = signals
         self._clean: CleanPoint | None = None
+        self._loss: Any = None
         self._is_in_batch = False
         self._saved_at: tuple[int, int] | None = None
         self._last: PendingSave[Any] | None = None
@@ -115,6 +116,7 @@ class Saving:
     def leave_batch(self) -> None:
         """Note that the timer has counted the batch."""
         self._is_in_batch = False
+        self._loss = self._state.loss
 
     def after_batch(self, *, is_last_of_epoch: bool, is_finished: bool) -> None:
         """Save, if due, after the event ``BATCH_CHECKPOINT``.
@@ -293,16 +295,11 @@ class Saving:
 
     def _is_epoch_due(self) -> bool:
         """Return whether the epoch that now ends is due, or ends the training."""
-        done = self._state.timer.epoch + 1
-        whole = self._state.max_duration
+        counters = self._state.timer.snapshot()
+        done, whole = counters["epoch"] + 1, self._state.max_duration
         if whole.unit is TimeUnit.EPOCH and done >= whole.value:
             return True
-        return any(
-            isinstance(interval, Time)
-            and interval.unit is TimeUnit.EPOCH
-            and done % int(interval.value) == 0
-            for interval in self._schedule.intervals
-        )
+        return self._schedule.epoch_would_be_due({**counters, "epoch": done, "batch_in_epoch": 0})
 
     def _new_schedule(self) -> Schedule:
         return Schedule(
@@ -313,10 +310,9 @@ class Saving:
 
     def _metrics(self) -> dict[str, float]:
         """Return what checkpoints are ranked by: the loss, and metrics of these very weights."""
-        loss = self._state.loss
         found: dict[str, float] = {}
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            found["loss"] = float(loss)
+        if isinstance(self._loss, torch.Tensor):
+            found["loss"] = float(self._loss)
         if self.evaluation is not None:
             found.update(scalar_metrics(self.evaluation.fresh_metrics()))
         return found

@@ -34,7 +34,7 @@ def seed_everything(seed: int) -> None:
 
     seed %= _LARGEST + 1
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the generator that data sets and transforms draw from
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 

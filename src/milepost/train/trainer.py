@@ -379,7 +379,7 @@ def _close_all(steps: Sequence[Callable[[], None]], error: BaseException | None)
     for step in steps:
         try:
             step()
-        except Exception as failure:  # noqa: BLE001, PERF203 - raised below, or noted
+        except Exception as failure:  # noqa: BLE001 - raised below, or noted
             earlier = error or first
             if earlier is None:
                 first = failure
