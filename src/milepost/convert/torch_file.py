@@ -34,6 +34,7 @@ from ..errors import (
 )
 from ..state.source import MemorySource
 from .layouts import items_of
+from .numpy_data import STAND_INS, settle
 
 __all__ = ["items_of", "load_torch_file", "torch_file_source"]
 
@@ -59,10 +60,8 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 
-_NUMPY_TYPES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128", "U", "S"),
-)
+_ALLOWED: list[Any] = [Counter, OrderedDict, frozenset, dict, list, tuple, *STAND_INS]
+"""What a file may hold beyond torch's own list of plain data."""
 
 
 def load_torch_file(file: str | os.PathLike[str] | BinaryIO, *, trust: bool = False) -> Any:
@@ -163,9 +162,9 @@ def _unpickle(file: BinaryIO, name: str, limit_bytes: int, *, trust: bool) -> An
     try:
         if trust:
             return torch.load(file, map_location="cpu", weights_only=False)
-        with torch.serialization.safe_globals(_allowed()):
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except MemoryError:
+        with torch.serialization.safe_globals(_ALLOWED):
+            return settle(torch.load(file, map_location="cpu", weights_only=True))
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:
         # Damaged or hostile bytes surface as almost any exception of the interpreter's.
@@ -224,18 +223,3 @@ def _first_reason(text: str) -> str:
     tail = text.rsplit("WeightsUnpickler error:", 1)[-1]
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     return lines[0].split(". ")[0][:300].rstrip(".") + "." if lines else ""
-
-
-def _allowed() -> list[Any]:
-    """Return what a file may hold beyond torch's own list of plain data."""
-    import numpy as np
-
-    allowed: list[Any] = [Counter, OrderedDict, frozenset, dict, list, tuple]
-    allowed += [np.ndarray, np.dtype]
-    allowed += [type(np.dtype(name)) for name in _NUMPY_TYPES]
-    builders = {"_reconstruct": np.zeros(0).__reduce__()[0], "scalar": np.int8(0).__reduce__()[0]}
-    for name, builder in builders.items():
-        # Their module moved between NumPy 1 and 2, and a file names the one it was written with.
-        for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
-            allowed.append((builder, f"{module}.{name}"))
-    return allowed

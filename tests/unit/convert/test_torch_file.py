@@ -103,7 +103,8 @@ def test_code_is_refused_before_it_runs(tmp_path, compress):
     [
         (fractions.Fraction(1, 2), "fractions.Fraction"),
         (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
-        (np.array([object()], dtype=object), "Object"),
+        (np.array([object()], dtype=object), "O8"),
+        (np.zeros(1, dtype=[("a", "f4")]), "V4"),
         (collections.defaultdict(dict), "collections.defaultdict"),
     ],
 )
@@ -113,6 +114,94 @@ def test_classes_are_refused_by_name(tmp_path, value, name):
     path.write_bytes(saved(value))
     with pytest.raises(UnsupportedStateError, match=name):
         load_torch_file(path)
+
+
+class CraftedDtype:
+    """A dtype with a state that NumPy would never write."""
+
+    def __init__(self, code, state) -> None:
+        self.code, self.state = code, state
+
+    def __reduce__(self):
+        return np.dtype, (self.code, False, True), self.state
+
+
+class CraftedArray:
+    """An array that says one thing and holds another."""
+
+    def __init__(self, shape, dtype, data) -> None:
+        self.state = (1, shape, dtype, False, data)
+
+    def __reduce__(self):
+        return np.zeros(0).__reduce__()[0], (np.ndarray, (0,), b"b"), self.state
+
+
+@pytest.mark.parametrize(
+    ("shape", "code", "data"),
+    [
+        ((2**40,), "f8", b"\0" * 8),
+        ((2,), "f8", b"\0" * 15),
+        ((2**62, 4), "f8", b""),
+        ((-1,), "f8", b"\0" * 8),
+        ((1,), "f8", ["\0"]),
+        ((1,), "O", ["x"]),
+        ((1,), "V8", b"\0" * 8),
+        ((1,), "f8,f8", b"\0" * 16),
+        ((1,), "S9999999", b"\0"),
+    ],
+)
+def test_arrays_are_built_from_checked_pieces(tmp_path, shape, code, data):
+    """NumPy itself would take a crafted array at its word, and read or free what is not its own."""
+    path = tmp_path / "a.pt"
+    dtype = CraftedDtype(code, (3, "<", None, None, None, -1, -1, 0))
+    path.write_bytes(saved({"x": CraftedArray(shape, dtype, data)}))
+    with pytest.raises((FormatError, UnsupportedStateError)):
+        load_torch_file(path)
+
+
+def test_crafted_flags_of_a_dtype_are_dropped(tmp_path):
+    """Flags that call numbers object references made NumPy follow them as pointers."""
+    path = tmp_path / "a.pt"
+    dtype = CraftedDtype("f8", (3, ">", None, None, None, -5, -1, 63))
+    path.write_bytes(saved(CraftedArray((2,), dtype, bytes([0x3F, 0xF0, *[0] * 14]))))
+    found = load_torch_file(path)
+    assert found.tolist() == [1.0, 0.0]
+    assert found.dtype.flags == np.dtype("f8").flags
+    assert np.dtype("f8").itemsize == 8
+
+
+def test_arrays_of_every_order_come_back(tmp_path):
+    """Fortran order, foreign byte order, empty and scalar arrays."""
+    values = {
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "big": np.arange(3, dtype=">i4"),
+        "empty": np.empty((0, 2), dtype="f4"),
+        "scalar": np.array(5, dtype="u2"),
+        "nested": ([np.arange(2)], {"x": (np.arange(3),)}),
+        "dtype": np.dtype("f2"),
+    }
+    path = tmp_path / "a.pt"
+    path.write_bytes(saved(values))
+    found = load_torch_file(path)
+    for name in ("fortran", "big", "empty", "scalar"):
+        assert found[name].dtype == values[name].dtype
+        assert np.array_equal(found[name], values[name])
+        assert found[name].flags.f_contiguous == values[name].flags.f_contiguous
+        assert found[name].flags.writeable
+    assert found["nested"][0][0].tolist() == [0, 1]
+    assert found["nested"][1]["x"][0].tolist() == [0, 1, 2]
+    assert found["dtype"] == np.dtype("f2")
+
+
+def test_a_list_that_holds_itself_comes_to_an_end(tmp_path):
+    """Pickles can hold circles."""
+    circle: list = [np.arange(2)]
+    circle.append(circle)
+    path = tmp_path / "a.pt"
+    path.write_bytes(saved(circle))
+    found = load_torch_file(path)
+    assert found[1] is found
+    assert found[0].tolist() == [0, 1]
 
 
 def test_trust_reads_classes_and_says_so(tmp_path, caplog):
