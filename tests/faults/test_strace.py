@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -185,6 +186,40 @@ def test_the_program_runs_through(calls, tmp_path):
     assert acked_in(tmp_path) == ["ep1", "ep2"]
     assert committed_in(tmp_path) == {"ep2"}
     check(tmp_path)
+
+
+def test_everything_is_synced_before_it_counts(tmp_path):
+    """A power cut drops what was not synced: the order of the calls is the promise."""
+    log, folder = tmp_path / "log", tmp_path / "folder"
+    run_writer(
+        folder, "-y", "-o", str(log), "-e", "trace=mkdir,pwrite64,write,ftruncate,fsync,linkat"
+    )
+    dirty: set[str] = set()
+    num_commits = num_acked = 0
+    for line in log.read_text().splitlines():
+        name = line.split(maxsplit=1)[1].partition("(")[0]
+        paths = [path for path in re.findall(r'[<"](/[^>"]*)[>"]', line) if str(folder) in path]
+        if not paths:
+            continue
+        if name in ("pwrite64", "write", "ftruncate"):
+            # A part has its name from the start, a temporary file gets its own with the link.
+            dirty.add(paths[0])
+            if "/.tmp-" not in paths[0]:
+                dirty.add(str(Path(paths[0]).parent))
+        elif name == "fsync":
+            dirty.discard(paths[0])
+        elif name == "linkat" and paths[-1].endswith("/manifest.json"):
+            assert not dirty, dirty
+            num_commits += 1
+            dirty.add(str(Path(paths[-1]).parent))
+        elif name == "linkat":
+            dirty.add(str(Path(paths[-1]).parent))
+        elif name == "mkdir" and "/acked-" in paths[0]:
+            assert not dirty, dirty
+            num_acked += 1
+        elif name == "mkdir" and "/run" in paths[0]:
+            dirty.add(str(Path(paths[0]).parent))
+    assert (num_commits, num_acked) == (2, 2)
 
 
 def test_a_kill_at_a_system_call_loses_nothing(calls, tmp_path):

@@ -30,6 +30,7 @@ from ..format.layout import check_key
 from . import posix
 from .base import Entry, Names, Traits
 from .blocks import LocalReader, LocalWriter
+from .temporary import clock_s, temporary_files
 
 __all__ = ["LocalStore"]
 
@@ -123,7 +124,7 @@ class LocalStore:
         """
         for name, entry in self._scan(folder):
             key = f"{folder}/{name}" if folder else name
-            if entry.is_dir(follow_symlinks=False):
+            if _is_folder(entry):
                 yield from self.list(key)
             elif entry.is_file(follow_symlinks=False):
                 try:
@@ -138,7 +139,7 @@ class LocalStore:
         """Return the names directly below a folder that have keys below them, sorted."""
         names = []
         for name, entry in self._scan(folder):
-            if entry.is_dir(follow_symlinks=False):
+            if _is_folder(entry):
                 below = self.list(f"{folder}/{name}" if folder else name)
                 if next(below, None) is not None:
                     names.append(name)
@@ -244,10 +245,10 @@ class LocalStore:
         Returns:
             The paths that were removed, relative to the store's folder.
         """
-        found = list(self._temporary_files(self._root))
+        found = list(temporary_files(self._root))
         if not found:
             return []
-        now_s = self._clock_s()
+        now_s = clock_s(self._root)
         removed = []
         for path, modified_s in found:
             if now_s - modified_s >= max_age_s and self._discard(path):
@@ -262,43 +263,17 @@ class LocalStore:
         self._direct = False
 
     def _scan(self, folder: str) -> Entries:
-        """Return the entries of a folder in the order of the keys below them."""
+        """Return what may be, or hold, keys in a folder, in the order of the keys below it."""
         path = self._path(folder) if folder else self._root
+        before = f"{folder}/" if folder else ""
         try:
             with os.scandir(path) as entries:
-                known = [(entry.name, entry) for entry in entries if _is_key_part(entry.name)]
+                known = [(e.name, e) for e in entries if _is_key(before + e.name)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise storage_error(error, operation="list", path=path) from error
         return sorted(known, key=lambda pair: pair[0] + "/" * _is_folder(pair[1]))
-
-    def _temporary_files(self, path: str) -> Iterator[tuple[str, float]]:
-        try:
-            with os.scandir(path) as entries:
-                known = list(entries)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise storage_error(error, operation="list", path=path) from error
-        for entry in known:
-            if _is_folder(entry):
-                yield from self._temporary_files(entry.path)
-            elif entry.name.startswith(posix.TEMPORARY_PREFIX):
-                try:
-                    yield entry.path, entry.stat(follow_symlinks=False).st_mtime
-                except FileNotFoundError:
-                    continue  # its writer finished
-
-    def _clock_s(self) -> float:
-        path = f"{self._root}/{posix.temporary_name()}"
-        with _typed("create", path):
-            fd = posix.create_file(path)
-            try:
-                return os.fstat(fd).st_mtime
-            finally:
-                os.close(fd)
-                self._discard(path)
 
     def _make_folder(self, path: str) -> None:
         """Create the folders above a file."""
@@ -409,11 +384,11 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return entry.is_dir(follow_symlinks=False)
 
 
-def _is_key_part(name: str) -> bool:
-    if name.startswith(posix.TEMPORARY_PREFIX):
+def _is_key(key: str) -> bool:
+    if key.rpartition("/")[2].startswith(posix.TEMPORARY_PREFIX):
         return False
     try:
-        check_key(name, where="a folder")
+        check_key(key, where="a folder")
     except FormatError:
         return False
     return True

@@ -254,6 +254,9 @@ def test_other_files_are_left_alone(store):
     (folder / "my notes.txt").write_bytes(b"1")
     (folder / "sub folder").mkdir()
     os.mkfifo(folder / "pipe")
+    deep = folder.parent / "deep" / "/".join(["d" * 100] * 12)
+    deep.mkdir(parents=True)
+    (deep / "file").write_bytes(b"1")
     assert [entry.key for entry in store.list()] == ["ep1/a"]
     with pytest.raises(MissingError):
         store.get("ep1/pipe")
