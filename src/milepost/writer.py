@@ -154,6 +154,7 @@ class RunWriter:
     def close(self) -> None:
         """Leave the run. The save in flight, if any, goes on; see :meth:`wait`."""
         unwatch(self)
+        self._saver = None  # it refers back to us, and holds memory of the size of the state
 
     def save(self, items: Sequence[PackedItem], request: SaveRequest) -> PendingSave[Checkpoint]:
         """Save a state; see ``Saver.save``. Errors of earlier saves come out here."""
