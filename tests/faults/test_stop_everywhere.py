@@ -159,8 +159,8 @@ def test_a_stop_at_any_call_loses_nothing(is_after):
 
 @pytest.mark.parametrize("is_after", [False, True])
 def test_a_stop_with_files_loses_nothing(is_after, make_store):
-    """The same on a file system; every fifth call, the campaign of system calls does the rest."""
-    for at in range(1 + 2 * is_after, len(OPERATIONS) + 1, 5):
+    """The same on a file system; every ninth call, the campaign of system calls does the rest."""
+    for at in range(1 + 2 * is_after, len(OPERATIONS) + 1, 9):
         below, acked = make_store(), []
         with pytest.raises(Crash):
             live(FaultStore(below, [Fault(at, is_after)]), acked)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError
 from ..format.digest import BLOCK_BYTES, block_crcs
-from ..format.header import PAGE_BYTES
 from ..format.manifest import FileEntry, Manifest
 from ..runs import Session, abandon, claim, point_latest, publish
 from ..stores.base import Store
+from ..stores.pages import page_memory
 
 __all__ = ["read_key", "save_files", "write_key"]
 
@@ -81,7 +80,7 @@ def write_key(store: Store, key: str, data: bytes) -> None:
     writer = store.create_writer(key, len(data))
     try:
         # Not closed by hand: the traceback of an error may still hold a slice of it.
-        pages = mmap.mmap(-1, max(PAGE_BYTES, len(data)))
+        pages = page_memory(len(data))
         pages[: len(data)] = data
         view = memoryview(pages)[: len(data)]
         for start in range(0, len(data), BLOCK_BYTES):
@@ -97,7 +96,7 @@ def read_key(store: Store, key: str) -> bytes:
     reader = store.open_reader(key)
     size_bytes = reader.size_bytes
     try:
-        pages = mmap.mmap(-1, max(PAGE_BYTES, size_bytes))
+        pages = page_memory(size_bytes)
         view = memoryview(pages)[:size_bytes]
         for start in range(0, size_bytes, BLOCK_BYTES):
             reader.read_into(start, view[start : start + BLOCK_BYTES])
