@@ -111,6 +111,7 @@ class Loop:
         self._metrics.reset(self._state.device)
         self._saving.mark()
         self._run_event(Event.EPOCH_START)
+        self._saving.mark()
 
     def _batches(self) -> Iterator[Any]:
         """Yield what is left of the epoch, marking the clean point before each fetch."""
@@ -126,7 +127,7 @@ class Loop:
                 apply_rng(rng)
             return
         while steps is None or self._state.timer.batch_in_epoch < steps:
-            self._saving.mark()
+            self._saving.mark_before_fetch()
             try:
                 batch = next(batches)
             except StopIteration:

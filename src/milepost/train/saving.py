@@ -66,6 +66,7 @@ class Saving:
         self._clean: CleanPoint | None = None
         self._loss: Any = None
         self._is_in_batch = False
+        self._is_marked_here = False
         self._saved_at: tuple[int, int] | None = None
         self._last: PendingSave[Any] | None = None
         self._started_at = self._point
@@ -97,21 +98,29 @@ class Saving:
         self._schedule.start(self._asked_at)
         self._started_at = self._point
         self._saved_at = None
-        self._clean, self._is_in_batch = None, False
+        self._clean, self._is_in_batch, self._is_marked_here = None, False, False
 
     def mark(self) -> None:
         """Note that this is a clean point."""
         self._is_in_batch = False
         if self.checkpointer is not None:
             self._clean = CleanPoint.mark(self._state.bare_model, self._loader)
+            self._is_marked_here = True
+
+    def mark_before_fetch(self) -> None:
+        """Note that this is a clean point, unless nothing has moved since the last one."""
+        if not self._is_marked_here:
+            self.mark()
 
     def enter_batch(self) -> None:
         """Note that a batch was fetched, and that the timer does not count it yet."""
         self._is_in_batch = True
+        self._is_marked_here = False
 
     def unmark(self) -> None:
         """Note that weights, timer or listeners are about to move on."""
         self._clean = None
+        self._is_marked_here = False
 
     def leave_batch(self) -> None:
         """Note that the timer has counted the batch."""
@@ -291,6 +300,8 @@ class Saving:
 
     def _ask(self, moment: Any, event: Event) -> Due | None:
         self._asked_at = self._state.timer.snapshot()
+        if any(callable(interval) for interval in self._schedule.intervals):
+            self._is_marked_here = False  # the user's function may draw random numbers
         return self._schedule.due(moment, self._asked_at, self._state, event)
 
     def _is_epoch_due(self) -> bool:
