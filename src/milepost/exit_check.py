@@ -9,39 +9,52 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 __all__ = ["unwatch", "watch"]
 
 
-class _Writer(Protocol):
-    def unreported_errors(self) -> list[BaseException]:
-        """Return errors of saves that nobody was told about yet."""
+class _Save(Protocol):
+    name: str
+
+    @property
+    def unreported_error(self) -> BaseException | None:
+        """Return the error of a save that nobody was told about yet."""
 
 
-_open: weakref.WeakSet[_Writer] = weakref.WeakSet()
+# The lists are held and not their owners: a writer that was dropped without being closed must be
+# looked at too, and must not hold on to its memory for that.
+_open: list[tuple[Sequence[_Save], bool]] = []
 
 
-def watch(writer: _Writer) -> None:
-    """Make the process fail at its end if this writer has errors that nobody was told about."""
+def watch(saves: Sequence[_Save], *, is_fatal: bool) -> None:
+    """Look at these saves when the process ends.
+
+    Args:
+        saves: The list that their writer keeps up to date: the saves whose end it has not seen.
+        is_fatal: Whether an error among them makes the process fail, or is only told.
+    """
     if not _open:
         atexit.unregister(_check)
         atexit.register(_check)
-    _open.add(writer)
+    _open.append((saves, is_fatal))
 
 
-def unwatch(writer: _Writer) -> None:
+def unwatch(saves: Sequence[_Save]) -> None:
     """Stop watching: the writer was closed, and its errors were raised."""
-    _open.discard(writer)
+    _open[:] = [entry for entry in _open if entry[0] is not saves]
 
 
 def _check() -> None:
-    errors = [error for writer in list(_open) for error in writer.unreported_errors()]
-    if not errors:
-        return
-    for error in errors:
-        sys.stderr.write(f"milepost: a save failed and nobody was told: {error}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    has_failed = False
+    for saves, is_fatal in _open:
+        for save in saves:
+            error = save.unreported_error
+            if error is not None:
+                sys.stderr.write(f"milepost: the save of {save.name} failed: {error}\n")
+                has_failed = has_failed or is_fatal
+    if has_failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -149,11 +149,11 @@ class RunWriter:
         )
         if self.options.save_format == "torch":
             self._show_newest(scan(self.store))
-        watch(self)
+        watch(self._unsettled, is_fatal=self.options.on_save_error == "raise")
 
     def close(self) -> None:
         """Leave the run. The save in flight, if any, goes on; see :meth:`wait`."""
-        unwatch(self)
+        unwatch(self._unsettled)
         self._saver = None  # it refers back to us, and holds memory of the size of the state
 
     def save(self, items: Sequence[PackedItem], request: SaveRequest) -> PendingSave[Checkpoint]:
@@ -199,11 +199,6 @@ class RunWriter:
         for pending in list(self._unsettled):
             pending.check_done(timeout_s)
         self.settle()
-
-    def unreported_errors(self) -> list[BaseException]:
-        """Return errors of saves that nobody was told about yet."""
-        errors = [pending.unreported_error for pending in self._unsettled]
-        return [error for error in errors if error is not None]
 
     def _look(self) -> RunView | None:
         try:
