@@ -11,7 +11,7 @@ from milepost.errors import AccessError, MissingError, NewerFormatError, Storage
 from milepost.format.canonical import dump_record, load_record
 from milepost.format.digest import BLOCK_BYTES
 from milepost.format.header import encode_header
-from milepost.runs import Level, newest_good, read_manifest, scan, verify
+from milepost.runs import Level, delete_checkpoint, newest_good, read_manifest, scan, verify
 from milepost.stores import LocalStore, PrefixStore
 from milepost.testing import Fault, FaultStore
 
@@ -143,6 +143,18 @@ def test_a_folder_alone_can_be_verified(run, tmp_path):
     assert verify(copy, "", Level.FULL).is_good
     flip(copy, "model.safetensors", BLOCK_BYTES)
     assert len(verify(copy, "", Level.FULL).problems) == 1
+
+
+@pytest.mark.parametrize("level", list(Level))
+def test_a_deletion_meanwhile_is_not_damage(run, level):
+    """Retention may reach a checkpoint while someone looks at it: that is no alarm."""
+
+    def delete_then(number: int, _operation: str) -> None:
+        if number == 2:
+            delete_checkpoint(run, "ep1")
+
+    with pytest.raises(MissingError, match="deleted while"):
+        verify(FaultStore(run, before=delete_then), "ep1", level)
 
 
 @pytest.mark.parametrize("error", [StorageError("bad sector")])

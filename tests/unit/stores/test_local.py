@@ -84,6 +84,26 @@ def test_a_new_record_is_synced_before_and_after_it_has_its_name(store, monkeypa
     assert [step for step in order if step != "fsync"] == ["link", "folder ep1"]
 
 
+def test_a_folder_that_is_made_again_is_synced_again(store, monkeypatch):
+    """It has a new name in the folder above, which a power cut would drop."""
+    synced = []
+    real = posix.sync_folder
+    monkeypatch.setattr(posix, "sync_folder", lambda p: (synced.append(Path(p).name), real(p)))
+    for _ in range(2):
+        synced.clear()
+        store.put_new("ep1/a", b"1")
+        assert synced[:2] == ["ep1", "run"]
+        store.delete("ep1/a")
+
+
+def test_a_record_that_cannot_take_its_place_leaves_nothing(store):
+    """A folder bears the name already."""
+    store.put_new("hint/a", b"1")
+    with pytest.raises(StorageError):
+        store.put("hint", b"1")
+    assert not list(Path(store.local_path("hint")).parent.glob(".tmp-*"))
+
+
 def test_after_a_failed_sync_the_file_is_gone_and_not_synced_again(store, monkeypatch):
     """The kernel may drop the dirty pages and report success the second time."""
     store.put_new("ep1/a", b"1")
