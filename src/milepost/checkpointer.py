@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from .progress.schedule import Schedule
 from .progress.timer import Timer
 from .resumption import Resumption
 from .runs.keep import KeepPolicy
-from .state.cleanliness import CleanState
+from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader, num_samples
 from .state.objects import Stateful, Value
 from .state.report import LoadReport
@@ -114,12 +115,12 @@ class Checkpointer:
         self._signals = StopSignals(grace_s=grace_s) if handle_signals else None
         self._loaders: dict[int, ResumableLoader] = {}
         self._metrics: dict[str, Any] = {}
-        self._clean = CleanState()
-        self._saved_at: tuple[Any, ...] | None = None
+        self._hand = BatchInHand()
+        self._saved_at: tuple[int, int] | None = None
         self._last: PendingSave[Checkpoint] | None = None
         self._total_epochs: int | None = None
         self._is_open = False
-        self._resumption = Resumption(self._tracked, self._writer, strict=strict)
+        self._resumption = Resumption(self._tracked, self._writer, self._hand, strict=strict)
         self._tracked.add("timer", self.timer)
         self.track(**objects)
 
@@ -136,6 +137,8 @@ class Checkpointer:
         for name, target in objects.items():
             self._tracked.add(name, self._trackable(target))
             self._resumption.claim(name, target)
+        if self._is_open:
+            self._watch()
 
     def _trackable(self, target: Any) -> Any:
         known = isinstance(
@@ -158,13 +161,11 @@ class Checkpointer:
         """
         if self._is_open:
             return self
+        self._watch()
         self._writer.open(self._resumption.resume, origin=origin)
         self._is_open = True
         if self._signals is not None:
             self._signals.install()
-        for _, _, part in self._tracked.optimizers():
-            self._clean.watch_optimizer(part.optimizer)
-        self._clean.watch_modules(self._tracked.models().values())
         self._schedule.start(self.timer.snapshot())
         self.timer.start()
         return self
@@ -185,7 +186,7 @@ class Checkpointer:
         finally:
             self._is_open = False
             self.timer.stop()
-            self._clean.release()
+            self._hand.release()
             if self._signals is not None:
                 self._signals.restore()
             self._writer.close()
@@ -273,7 +274,8 @@ class Checkpointer:
         """Yield the batches that are left of an epoch.
 
         After each one it is counted, saved if a save is due, and the run ends if a signal asked for
-        it. Leaving the loop with ``break`` ends the epoch; the batch in hand is then not counted.
+        it. Leaving the loop with ``break`` ends the epoch; the batch in hand is counted if it was
+        trained on.
 
         Args:
             loader: The loader; tracked as ``loader`` if it is not tracked yet.
@@ -285,10 +287,9 @@ class Checkpointer:
         resumable = self._loaders[id(loader)]
         resumable.set_epoch(self.timer.epoch)
         for batch in resumable.iterate(self.take_rng()):
-            self._clean.begin_batch(resumable)
+            self._hand.take(resumable, num_samples(batch))
             yield batch
-            self._clean.end_batch()
-            self.step(num_samples=num_samples(batch))
+            self._put_down()
 
     def step(self, *, num_samples: int = 0, num_tokens: int = 0) -> None:
         """Count one batch, save if a save is due, and end the run if a signal asked for it.
@@ -305,6 +306,12 @@ class Checkpointer:
             if due is not None:
                 self.save(due.name, reason="interval", is_natural=True)
         self.stop_if_asked()
+
+    def _put_down(self) -> None:
+        """Count the batch in hand, which the body is done with."""
+        count = self._hand.num_samples
+        self._hand.put_down()
+        self.step(num_samples=count or 0)
 
     def stop_if_asked(self) -> None:
         """Save and end the process if a signal asked for it.
@@ -358,6 +365,9 @@ class Checkpointer:
     ) -> PendingSave[Checkpoint]:
         """Save the state of everything tracked.
 
+        In the body of :meth:`batches` call it after the optimizer's step: the batch in hand then
+        counts as done. Called before anything was computed, it saves the state of the batch before.
+
         Args:
             name: Name of the checkpoint; by default from the progress: ``ep3``, ``ba35``. A name
                 that is taken gets a suffix.
@@ -374,29 +384,30 @@ class Checkpointer:
             The save on its way.
 
         Raises:
+            UsageError: In the body of a loop over a loader that keeps its own position, before
+                anything was computed.
             UnsupportedStateError: A value that cannot be stored; nothing was written.
             CheckpointError: An earlier save failed and ``on_save_error="raise"``.
         """
         self._require_open()
         self._resumption.settle()
-        counters = self.timer.snapshot()
-        numbers = {**self._metrics, **(metrics or {})}
-        numbers = {key: as_number(key, value) for key, value in numbers.items()}
-        plain = natural_name(counters) if name is None else name
-        if self._name_format is not None and (name is None or is_natural):
-            plain = self._name_format.name(plain, counters, numbers)
-        pending = self._begin(
-            SaveRequest(
+        with self._whole_batches() as before:
+            counters = self.timer.snapshot()
+            numbers = {**self._metrics, **(metrics or {})}
+            numbers = {key: as_number(key, value) for key, value in numbers.items()}
+            plain = natural_name(counters) if name is None else name
+            if self._name_format is not None and (name is None or is_natural):
+                plain = self._name_format.name(plain, counters, numbers)
+            request = SaveRequest(
                 name=plain,
                 reason=reason,
                 is_final=is_final,
                 time=counters,
                 metrics=numbers,
                 notes=(*self._exactness_notes(), *notes),
-            ),
-            rng=rng,
-        )
-        self._saved_at = self._point()
+            )
+            pending = self._begin(request, rng=rng or before)
+            self._saved_at = self._point()
         if wait or not self._async_save:
             pending.wait()
         return pending
@@ -432,16 +443,20 @@ class Checkpointer:
         two steps and goes to ``failed/``, for a look and never for a resume.
 
         Returns:
-            The save, committed; ``None`` if this very point was saved already.
+            The save, committed; ``None`` if this point or a later one was saved already.
         """
         if not self._is_open:
             return None
-        if self._clean.is_clean() and self._clean.step_back():
-            if self._is_saved():
-                return None
-            rng = self._clean.rng
-            return self.save(reason="exception", wait=True, rng=rng)
-        return self.save_diagnostic("failed", f"ba{self.timer.batch + 1}", extra={})
+        rng = None
+        if self._hand.is_held:
+            rng = self._hand.give_back() if self._hand.is_undone_by_repeating else None
+            self._hand.put_down()
+            if rng is None:
+                name = f"ba{self.timer.batch + 1}"
+                return self.save_diagnostic("failed", name, extra={})
+        if self._saved_at is not None and self._saved_at >= self._point():
+            return None
+        return self.save(reason="exception", wait=True, rng=rng)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the save in flight is committed.
@@ -513,14 +528,57 @@ class Checkpointer:
         extra: Mapping[str, Any] | None = None,
     ) -> PendingSave[Checkpoint]:
         items = self._tracked.capture()
-        items += [pack_item(name, value) for name, value in (extra or {}).items()]
+        gradients = self._hand.gradients(self._tracked.parameter_names())
+        extras = {**({"gradients": gradients} if gradients else {}), **(extra or {})}
+        items += [pack_item(name, value) for name, value in extras.items()]
         # A checkpoint made before the first batch after a resume has the random state it resumed.
         state = rng or self._resumption.rng or capture_rng()
         items.append(pack_item("rng", [dict(state)]))
         self._last = self._writer.save(items, request)
         return self._last
 
+    @contextmanager
+    def _whole_batches(self) -> Iterator[Mapping[str, Any] | None]:
+        """Make progress and state agree while the state is captured within a batch.
+
+        Yields:
+            The random state to store, if it is not the present one.
+        """
+        hand = self._hand
+        if not hand.is_held:
+            yield None
+        elif hand.is_untouched:
+            rng = hand.give_back()
+            if rng is None:
+                raise UsageError(
+                    "Nothing was computed from the batch in hand yet, and its loader cannot take "
+                    "it back: a checkpoint now would lose the batch.",
+                    hint="Save at the end of the loop's body.",
+                )
+            try:
+                yield rng
+            finally:
+                hand.take_again()
+        else:
+            counters = self.timer.state_dict()
+            self.timer.on_batch_complete(hand.num_samples or 0)
+            try:
+                yield None
+            finally:
+                self.timer.load_state_dict(counters)
+
+    def _watch(self) -> None:
+        """Watch what batches change."""
+        parts = self._tracked.optimizers()
+        self._hand.watch(
+            optimizers=[part.optimizer for _, _, part in parts],
+            models=self._tracked.models().values(),
+        )
+
     def _end_epoch(self, *, is_last: bool) -> None:
+        if self._hand.is_held and not self._hand.is_untouched:
+            self.timer.on_batch_complete(self._hand.num_samples or 0)
+        self._hand.put_down()
         for loader in self._loaders.values():
             loader.end_epoch()
         self.timer.on_epoch_complete()
@@ -543,7 +601,7 @@ class Checkpointer:
         is_last = after["epoch"] >= self._total_epochs
         return is_last or self._schedule.epoch_would_be_due(after)
 
-    def _point(self) -> tuple[Any, ...]:
+    def _point(self) -> tuple[int, int]:
         return (self.timer.epoch, self.timer.batch)
 
     def _is_saved(self) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 
 from .checkpoint import Checkpoint, Place, open_source
 from .errors import MismatchError, MissingError
+from .state.batch_in_hand import BatchInHand
 from .state.report import LoadReport
 from .state.rng import apply_rng
 from .state.source import StateSource, load_item
-from .state.tracked import Tracked
+from .state.tracked import RESERVED_ITEMS, Tracked
 from .writer import RunWriter
 
 __all__ = ["Resumption"]
@@ -27,6 +28,7 @@ class Resumption:
     Args:
         tracked: The objects.
         writer: The run.
+        hand: Takes gradients that were being accumulated.
         strict: Whether stored state and objects must fit exactly.
 
     Attributes:
@@ -35,9 +37,12 @@ class Resumption:
         is_final: Whether the checkpoint was made at the end of a training.
     """
 
-    def __init__(self, tracked: Tracked, writer: RunWriter, *, strict: bool) -> None:
+    def __init__(
+        self, tracked: Tracked, writer: RunWriter, hand: BatchInHand, *, strict: bool
+    ) -> None:
         self._tracked = tracked
         self._writer = writer
+        self._hand = hand
         self._strict = strict
         self._source: StateSource | None = None
         self._unclaimed: set[str] = set()
@@ -54,9 +59,9 @@ class Resumption:
                 restored over what was changed.
         """
         source = checkpoint.source()
-        late = set(source.trees) - set(self._tracked) - {"rng"}
+        late = set(source.trees) - set(self._tracked) - set(RESERVED_ITEMS)
         self.report = self._tracked.restore(source, expected=late)
-        self._restore_rng(source)
+        self._restore_extras(source)
         self._source, self._unclaimed = source, late
         self.is_final = checkpoint.is_final
         if late:
@@ -109,7 +114,7 @@ class Resumption:
         wanted = None if items is None else set(items)
         report = self._tracked.restore(source, items=wanted, strict=strict)
         if wanted is None or "rng" in wanted:
-            self._restore_rng(source)
+            self._restore_extras(source)
         return report
 
     def find(self, source: Place | Checkpoint | None, *, trust: bool) -> StateSource:
@@ -136,10 +141,11 @@ class Resumption:
         rng, self.rng = self.rng, None
         return rng
 
-    def _restore_rng(self, source: StateSource) -> None:
-        if "rng" not in source.trees:
-            return
-        states = load_item(source, "rng")
+    def _restore_extras(self, source: StateSource) -> None:
+        """Restore what a run saves beside the tracked objects."""
+        gradients = load_item(source, "gradients") if "gradients" in source.trees else {}
+        self._hand.restore_gradients(gradients, self._tracked.parameter_names())
+        states = load_item(source, "rng") if "rng" in source.trees else []
         if states:
             apply_rng(states[0])
             self.rng = states[0]

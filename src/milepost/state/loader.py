@@ -51,7 +51,6 @@ class ResumableLoader:
         self._position = 0
         self._start: dict[str, Any] | None = None
         self._pending: Mapping[str, Any] | None = None
-        self._iterator: Iterator[Any] | None = None
         self.fetch_rng: dict[str, Any] | None = None
         """The random state right before the newest batch was fetched."""
 
@@ -117,12 +116,13 @@ class ResumableLoader:
             if rng is not None:
                 apply_rng(rng)
             self._position, self._start = 0, self._note_start()
-            self._iterator = self._begin(0)
+            iterator = self._begin(0)
         else:
-            self._iterator = self._return_to(pending)
+            iterator = self._return_to(pending)
             if rng is not None:
                 apply_rng(rng)
-        iterator = self._iterator
+        # Held here only: workers end at once when the loop is left, and not when some garbage
+        # collection comes by.
         while True:
             self.fetch_rng = capture_rng()
             try:
@@ -143,9 +143,13 @@ class ResumableLoader:
         self._position -= 1
         return True
 
+    def reread(self) -> None:
+        """Undo :meth:`unread`."""
+        self._position += 1
+
     def end_epoch(self) -> None:
         """Forget the position: the next :meth:`iterate` begins an epoch."""
-        self._position, self._start, self._pending, self._iterator = 0, None, None, None
+        self._position, self._start, self._pending = 0, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what it takes to get there again."""

@@ -23,9 +23,10 @@ from .parts import Part
 from .report import LoadReport
 from .source import StateSource, subtree
 
-__all__ = ["Tracked"]
+__all__ = ["RESERVED_ITEMS", "Tracked"]
 
-RESERVED_ITEMS = ("rng",)
+RESERVED_ITEMS = ("rng", "gradients")
+"""Items that a run adds by itself."""
 
 
 class Tracked:
@@ -61,7 +62,7 @@ class Tracked:
         if name in RESERVED_ITEMS or safe_name(name) != name:
             raise UsageError(
                 f"{name!r} cannot name a tracked object.",
-                hint="Use letters, digits and underscores, and not 'rng'.",
+                hint="Use letters, digits and underscores, and none of rng, gradients.",
             )
         if name in self._parts:
             raise DuplicateNameError(
@@ -72,15 +73,13 @@ class Tracked:
         self._parts[name] = self._part(name, target)
         self._objects[name] = target
 
+    def parameter_names(self) -> ParameterNames:
+        """Return the names of the parameters of all tracked models, as they are now."""
+        return ParameterNames(self.models())
+
     def models(self) -> dict[str, nn.Module]:
         """Return the tracked modules by name, those inside groups included."""
-        found: dict[str, nn.Module] = {}
-        for name, target in self._objects.items():
-            members = target if isinstance(target, Mapping) else {"": target}
-            for member, value in members.items():
-                if isinstance(value, nn.Module):
-                    found[f"{name}/{member}" if member else name] = value
-        return found
+        return _models(self._objects)
 
     def optimizers(self) -> list[tuple[str, str, OptimizerPart]]:
         """Return ``(item, member or "", part)`` of every tracked optimizer."""
@@ -156,7 +155,8 @@ class Tracked:
         if isinstance(target, nn.Module):
             return ModelPart(unwrap(target), strict=self.strict)
         if isinstance(target, Optimizer):
-            return OptimizerPart(target, names=lambda: ParameterNames(self.models()))
+            objects = self._objects  # not self: a cycle would keep loader workers alive for a while
+            return OptimizerPart(target, names=lambda: ParameterNames(_models(objects)))
         if isinstance(target, Value):
             return ValuePart(target)
         if isinstance(target, Stateful):
@@ -170,3 +170,14 @@ class Tracked:
             hint="Give it state_dict and load_state_dict, or pass milepost.Value(getter, setter).",
             name=name,
         )
+
+
+def _models(objects: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Return the modules among tracked objects by name, those inside groups included."""
+    found: dict[str, nn.Module] = {}
+    for name, target in objects.items():
+        members = target if isinstance(target, Mapping) else {"": target}
+        for member, value in members.items():
+            if isinstance(value, nn.Module):
+                found[f"{name}/{member}" if member else name] = value
+    return found
