@@ -78,7 +78,11 @@ def make_plan(items: Sequence[PackedItem], previous: Plan | None = None) -> Plan
         previous: Returned as it is when it was made for a state of the same structure.
     """
     signature = [
-        (item.name, [(leaf.key, leaf.code, leaf.shape, leaf.is_frozen) for leaf in item.leaves])
+        (
+            item.name,
+            # The code alone does not tell the dtypes apart that are stored as raw bytes.
+            [(leaf.key, leaf.tensor.dtype, leaf.shape, leaf.is_frozen) for leaf in item.leaves],
+        )
         for item in items
     ]
     if previous is not None and previous.signature == signature:
