@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,15 +45,20 @@ class Server:
         )
 
     def run(self, **job: Any) -> Any:
+        code = self.start(**job)
+        assert code == 0, f"{job} ended with {code}; see standard error"
+        if "result" not in job:
+            return None
+        return torch.load(job["result"], weights_only=False)
+
+    def start(self, **job: Any) -> int:
+        """Run a job and return the exit code of its process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
-        assert answer["code"] == 0, f"{job} ended with {answer['code']}; see standard error"
-        if "result" not in job:
-            return None
-        return torch.load(job["result"], weights_only=False)
+        return int(answer["code"])
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -66,6 +73,15 @@ def server() -> Iterator[Server]:
     started = Server()
     yield started
     started.close()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny layers on several threads mostly wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _as_dict(cell: Any) -> dict[str, Any]:
@@ -147,6 +163,56 @@ def test_three_resumes_in_a_row(server: Server, tmp_path: Path) -> None:
         result=str(tmp_path / "resumed"),
     )
     assert_equal_states(found, expected)
+
+
+def _train_through_signals(
+    server: Server, tmp_path: Path, *, number: int, seed: int, times: int, longest_s: float
+) -> list[int]:
+    """Signal a training again and again, let it end, compare it, return the exit codes."""
+    cell = cells.Cell("plain", 0.5, 0, 1)
+    moments = random.Random(seed)
+    expected = server.run(kind="straight", cell=_as_dict(cell), result=str(tmp_path / "straight"))
+    job = {
+        "kind": "whole",
+        "cell": _as_dict(cell),
+        "folder": str(tmp_path / "run"),
+        "result": str(tmp_path / "whole"),
+    }
+    codes = [
+        server.start(**job, signal=number, after_s=moments.uniform(0.0, longest_s))
+        for _ in range(times)
+    ]
+    assert_equal_states(server.run(**job), expected)
+    return codes
+
+
+def test_kills_at_random_moments_change_nothing(server: Server, tmp_path: Path) -> None:
+    """Each start goes on from the newest checkpoint, and the end is that of the straight run."""
+    codes = _train_through_signals(
+        server, tmp_path, number=signal.SIGKILL, seed=1, times=6, longest_s=0.6
+    )
+    assert -signal.SIGKILL in codes
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(10))
+def test_many_kills_at_random_moments_change_nothing(
+    server: Server, tmp_path: Path, seed: int
+) -> None:
+    """The same with more of them."""
+    _train_through_signals(
+        server, tmp_path, number=signal.SIGKILL, seed=seed, times=15, longest_s=0.8
+    )
+
+
+def test_preemptions_at_random_moments_change_nothing(server: Server, tmp_path: Path) -> None:
+    """SIGTERM is answered with a checkpoint and the documented exit code."""
+    codes = _train_through_signals(
+        server, tmp_path, number=signal.SIGTERM, seed=2, times=6, longest_s=0.6
+    )
+    assert 128 + signal.SIGTERM in codes
+    assert set(codes) <= {0, 128 + signal.SIGTERM, -signal.SIGTERM}
 
 
 def test_the_comparison_sees_a_changed_order(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
+from milepost.runs.keep import KeepLast
 from milepost.state.rng import capture_rng
 from milepost.train import EMA, Callback, Event, Trainer
+from milepost.train.seeding import seed_everything
 
 NUM_SAMPLES, BATCH, EPOCHS = 40, 4, 3
 BATCHES = NUM_SAMPLES // BATCH
@@ -191,7 +194,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
     state = trainer.state
     found = state.state_dict()
     del found["timer"]["wall_s"]
-    return {"state": found, "rng": capture_rng(), "loss": state.loss}
+    return {"state": found, "rng": capture_rng()}
 
 
 class AtPoints:
@@ -235,6 +238,40 @@ def resume(cell: Cell, checkpoint: str, *, scramble: int, **options: Any) -> dic
     return outcome(trainer)
 
 
+class Tell(Callback):
+    """Tells through a pipe that the training has begun."""
+
+    def __init__(self, told: int) -> None:
+        self.told = told
+
+    def fit_start(self, state: Any) -> None:
+        os.write(self.told, b"!")
+
+
+def whole(cell: Cell, folder: str, *, told: int) -> dict[str, Any]:
+    """Train the run in a folder to its end, from wherever it is."""
+    trainer = make_trainer(
+        cell,
+        scramble=os.getpid() % 1000,
+        seed=3,
+        save_folder=folder,
+        save_interval=["3ba", "1ep"],
+        keep=[KeepLast(3)],
+        resume="auto",
+    )
+    if trainer.state.timer.batch == 0:
+        # The first start must begin as the straight run did, with the weights of its seed.
+        fresh = make_trainer(cell, scramble=0)
+        trainer.state.model.load_state_dict(fresh.state.model.state_dict())
+        trainer.state.algorithms[0].apply(Event.INIT, trainer.state)
+        seed_everything(3)
+    trainer.state.callbacks.append(Tell(told))
+    trainer.fit()
+    trainer.state.callbacks.pop()
+    trainer.close()
+    return outcome(trainer)
+
+
 def train_part(cell: Cell, folder: str, until: str, *, scramble: int) -> None:
     """Train the run in a folder up to a point, from wherever it is."""
     trainer = make_trainer(
@@ -247,19 +284,31 @@ def train_part(cell: Cell, folder: str, until: str, *, scramble: int) -> None:
 def main() -> None:
     """Run the jobs that come in as lines of JSON, each in a fork; answer with its exit code."""
     torch.set_num_threads(1)
+    straight(Cell("plain", 0.0, 0, 1))  # loads what torch loads on first use, once for all jobs
     for line in sys.stdin:
         job = json.loads(line)
+        ready, told = os.pipe()
         process = os.fork()
         if process == 0:
             code = 1
+            os.close(ready)
+            job["told"] = told
             try:
                 run_job(job)
                 code = 0
+            except SystemExit as stop:
+                code = stop.code
             except BaseException:  # noqa: BLE001 - told by the exit code
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(code)
+        os.close(told)
+        if "signal" in job:
+            os.read(ready, 1)  # the training has begun, or the process has ended
+            time.sleep(job["after_s"])
+            os.kill(process, job["signal"])
         status = os.waitpid(process, 0)[1]
+        os.close(ready)
         print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)
 
 
@@ -273,6 +322,8 @@ def run_job(job: dict[str, Any]) -> None:
             resume(cell, f"{job['folder']}/{point}", scramble=number + 1)
             for number, point in enumerate(job["points"])
         ]
+    elif job["kind"] == "whole":
+        result = whole(cell, job["folder"], told=job["told"])
     else:
         result = train_part(cell, job["folder"], job["until"], scramble=job["scramble"])
     if "result" in job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -50,6 +50,15 @@ def numbers(count: int = 40, batch: int = 4, **options: Any) -> DataLoader[Any]:
     inputs = torch.arange(count, dtype=torch.float32).reshape(-1, 1)
     data = torch.utils.data.TensorDataset(inputs, 2 * inputs)
     return DataLoader(data, batch_size=batch, **options)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny layers on several threads mostly wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
