@@ -63,6 +63,11 @@ class PendingSave(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     @property
+    def has_failed(self) -> bool:
+        """Return whether the save has ended badly. Does not count as having been told."""
+        return self.done() and self._error is not None
+
+    @property
     def unreported_error(self) -> BaseException | None:
         """Return the error of a save that has failed and that nobody was told about yet."""
         return None if self.was_reported or not self.done() else self._error
