@@ -19,6 +19,7 @@ from ..errors import (
     FencedError,
     NonFiniteLossError,
     Preempted,
+    UnsupportedStateError,
     UsageError,
 )
 from ..progress.schedule import Due, Schedule
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Saving", "attach_note"]
 
 _log = logging.getLogger(__name__)
+_AFTER_ERROR = ("Saved after an error: callbacks may have seen a part of the next batch.",)
 
 
 class Saving:
@@ -69,12 +71,12 @@ class Saving:
         self._is_marked_here = False
         self._saved_at: tuple[int, int] | None = None
         self._last: PendingSave[Any] | None = None
+        self._saves: list[PendingSave[Any]] = []
         self._started_at = self._point
         self._asked_at: Mapping[str, Any] = {}
         self._schedule = self._new_schedule()
         self.checkpointer = checkpointer
         self.evaluation: Evaluation | None = None
-        self.saved_names: list[str] = []
 
     @property
     def checkpoint_folder(self) -> str | None:
@@ -85,6 +87,11 @@ class Saving:
     def counters(self) -> Mapping[str, Any]:
         """Return where the schedule stands, for an evaluation that may be cut off."""
         return self._asked_at
+
+    @property
+    def saved_names(self) -> list[str]:
+        """Return the names of the saves of this process, oldest first, but not of failed ones."""
+        return [one.name for one in self._saves if not one.has_failed]
 
     def start(self, counters: Mapping[str, Any] | None = None) -> None:
         """Begin to count intervals, at the start of ``fit``.
@@ -195,13 +202,11 @@ class Saving:
         assert self._signals is not None
         number = self._signals.received
         assert number is not None
-        pending, name = self._last, None
-        is_saved = self._saved_at == self._point and not self._state.pending_eval
-        if not is_saved and self._point == self._started_at:
+        if self._point == self._started_at and self._saved_at != self._point:
             raise Preempted(number, self.checkpointer.resumed_from)  # nothing new to save
+        name = None
         try:
-            if pending is None or not is_saved:
-                pending = self._save(self._natural_name(), reason="signal")
+            pending = self._save_here("signal", timeout_s=self._signals.seconds_left)
             pending.wait(timeout_s=self._signals.seconds_left)
             name = pending.name
         except DeadlineError:
@@ -226,11 +231,8 @@ class Saving:
             return  # nothing was trained yet that could be lost
         try:
             if clean is not None and clean.is_intact(state.bare_model):
-                if self._saved_at == self._point and not state.pending_eval:
-                    return
                 clean.put_back(self._loader)
-                notes = ("Saved after an error: callbacks may have seen a part of the next batch.",)
-                pending = self._save(self._natural_name(), reason="exception", notes=notes)
+                pending = self._save_here("exception", timeout_s=None, notes=_AFTER_ERROR)
             else:
                 pending = self.checkpointer.save_diagnostic(
                     "failed", f"ba{state.timer.batch}", extra={}, wait=False
@@ -267,6 +269,24 @@ class Saving:
             batch=batch,
         )
 
+    def _save_here(
+        self, reason: str, *, timeout_s: float | None, notes: tuple[str, ...] = ()
+    ) -> PendingSave[Any]:
+        """Return a save of this point: the one made just now if it went well, else a new one."""
+        last = self._last
+        is_made = self._saved_at == self._point and not self._state.pending_eval
+        if is_made and last is not None and last.exception(timeout_s) is None:
+            return last
+        name = self._natural_name()
+        try:
+            return self._save(name, reason=reason, notes=notes)
+        except (FencedError, UnsupportedStateError):
+            raise
+        except CheckpointError as earlier:
+            # The failure of an earlier save comes out here, once. It must not prevent this one.
+            _log.warning("An earlier save failed: %s", earlier)
+            return self._save(name, reason=reason, notes=notes)
+
     def _save(
         self,
         name: str,
@@ -286,7 +306,7 @@ class Saving:
             is_natural=not is_named,
         )
         self._last, self._saved_at = pending, self._point
-        self.saved_names.append(pending.name)
+        self._saves.append(pending)
         return pending
 
     @property

@@ -268,3 +268,56 @@ def test_a_loss_that_is_not_finite_without_a_folder(make) -> None:
     """Just the error."""
     with pytest.raises(NonFiniteLossError):
         make(model=Explodes(math.nan, 1)).fit()
+
+
+@pytest.fixture
+def failing_saves(monkeypatch):
+    """Return a set of names whose saves fail in the background, once each."""
+    from milepost.engine import save as engine_save
+    from milepost.errors import NoSpaceError
+
+    names: set[str] = set()
+    publish = engine_save.publish
+
+    def fail(store, session, manifest, *args, **kwargs):
+        if manifest.name in names:
+            names.discard(manifest.name)
+            raise NoSpaceError(f"No room for {manifest.name}.")
+        return publish(store, session, manifest, *args, **kwargs)
+
+    monkeypatch.setattr(engine_save, "publish", fail)
+    return names
+
+
+def test_an_earlier_failed_save_does_not_prevent_the_last_one(
+    make, tmp_path, at, failing_saves
+) -> None:
+    """The signal comes right after a save that fails; its point is saved again."""
+    failing_saves.add("ba4")
+    trainer = make(
+        save_folder=tmp_path,
+        save_interval="4ba",
+        callbacks=at(Event.BATCH_CHECKPOINT, _kill(), when=lambda s: s.timer.batch == 4),
+    )
+    with pytest.raises(Preempted) as caught:
+        trainer.fit()
+    assert caught.value.checkpoint is not None
+    assert _names(tmp_path) == [caught.value.checkpoint]
+    assert trainer.saved_checkpoints == [caught.value.checkpoint]
+
+
+def test_a_failed_save_stops_the_training_or_warns(make, tmp_path, failing_saves, caplog) -> None:
+    """As on_save_error says; earlier checkpoints stay, and with a warning it trains on."""
+    from milepost.errors import NoSpaceError
+
+    failing_saves.add("ba4")
+    with pytest.raises(NoSpaceError):
+        make(save_folder=tmp_path / "a", save_interval="2ba").fit()
+    assert _names(tmp_path / "a")[0] == "ba2"
+    failing_saves.add("ba4")
+    trainer = make(
+        save_folder=tmp_path / "b", save_interval="2ba", max_duration="8ba", on_save_error="warn"
+    )
+    trainer.fit()
+    assert _names(tmp_path / "b") == ["ba2", "ba6", "ba8"]
+    assert trainer.saved_checkpoints == ["ba2", "ba6", "ba8"]
