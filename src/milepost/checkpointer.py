@@ -140,6 +140,14 @@ class Checkpointer:
         if self._is_open:
             self._watch()
 
+    def leave_behind(self, *names: str) -> None:
+        """Say that stored items of the resumed checkpoint are not wanted any more.
+
+        Args:
+            *names: Items; those that the checkpoint does not hold are ignored.
+        """
+        self._resumption.leave_behind(names)
+
     def _trackable(self, target: Any) -> Any:
         known = isinstance(
             target, nn.Module | Optimizer | Value | Mapping | tuple | ResumableLoader

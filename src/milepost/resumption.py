@@ -89,6 +89,10 @@ class Resumption:
             # Building a scheduler on a restored optimizer changed its learning rates.
             self._tracked.reapply_optimizer_options(self._source)
 
+    def leave_behind(self, names: Iterable[str]) -> None:
+        """Do without some of the stored items: nobody will claim them."""
+        self._unclaimed.difference_update(names)
+
     def settle(self) -> None:
         """Refuse to go on while the checkpoint holds state that nobody asked for.
 

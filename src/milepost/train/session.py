@@ -17,7 +17,7 @@ from .callback import Callback
 from .loading import ObjectStore, open_place, restore_all, restore_weights
 from .metrics import Metrics
 from .places import fill_ranks
-from .state import State
+from .state import SERIALIZED_ATTRIBUTES, State
 
 if TYPE_CHECKING:
     from ..checkpointer import Checkpointer
@@ -199,6 +199,7 @@ class Session:
         del items["timer"]
         checkpointer.track(**items)
         checkpointer.open(origin=origin)
+        checkpointer.leave_behind(*(set(SERIALIZED_ATTRIBUTES) - items.keys()))
         checkpointer.timer.stop()  # only training counts
         self.checkpointer = checkpointer
         self.is_restored = checkpointer.is_resumed
