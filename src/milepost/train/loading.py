@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,12 +70,15 @@ def open_place(
         yield str(target)
 
 
-def restore_all(place: str, items: Mapping[str, Any]) -> tuple[LoadReport, Any]:
+def restore_all(
+    place: str, objects: Mapping[str, Any], *, items: Collection[str] | None
+) -> tuple[LoadReport, Any]:
     """Restore everything without a run of one's own, where nothing is saved.
 
     Args:
         place: A checkpoint, a run or a ``.pt`` file.
-        items: What to restore, as it would be tracked.
+        objects: What to restore, as it would be tracked.
+        items: Restore only these; ``None``: the place must hold nothing else.
 
     Returns:
         What was restored, and the state of the random generators, ``None`` if there is none.
@@ -85,9 +88,9 @@ def restore_all(place: str, items: Mapping[str, Any]) -> tuple[LoadReport, Any]:
     """
     source = open_source(place)
     tracked = Tracked(strict=True)
-    for name, target in items.items():
+    for name, target in objects.items():
         tracked.add(name, target)
-    report = tracked.restore(source)
+    report = tracked.restore(source, items=items)
     ranks = load_item(source, "rng") if "rng" in source.trees else []
     return report, ranks[0] if ranks else None
 

@@ -228,14 +228,16 @@ class Session:
             restore_weights(place, self._state.bare_model, strict=strict)
             return
         items = self._items()
-        # Files of other makers lack what only this trainer keeps.
+        # Files of other makers lack what only this trainer keeps, and may hold what this state no
+        # longer serializes.
         stored = set(open_source(place).trees)
         lacking = _OPTIONAL & (items.keys() - stored)
-        wanted = items.keys() - lacking
+        removed = stored & (set(SERIALIZED_ATTRIBUTES) - items.keys())
+        wanted = {name: target for name, target in items.items() if name not in lacking}
+        chosen = sorted({*wanted, "rng"}) if lacking or removed else None
         if self.checkpointer is None:
-            report, self._rng = restore_all(place, {name: items[name] for name in wanted})
+            report, self._rng = restore_all(place, wanted, items=chosen)
         else:
-            chosen = sorted({*wanted, "rng"}) if lacking else None
             report = self.checkpointer.restore(place, items=chosen)
         _log.info("%s", report.summary())
         self.is_restored = True

@@ -454,13 +454,15 @@ def test_h17_a_checkpoint_from_within_an_evaluation(make, tmp_path, at, loader_o
     assert average.average["weight"].item() == pytest.approx(0.9049)
 
 
-def test_removed_attributes_are_not_restored(make, tmp_path, at) -> None:
+@pytest.mark.parametrize("is_same_run", [True, False])
+def test_removed_attributes_are_not_restored(make, tmp_path, at, is_same_run) -> None:
     """Also where the checkpoint holds them; what is left goes on."""
     make(save_folder=tmp_path, max_duration="1ba", seed=5).fit()
     remove = at(Event.INIT, lambda s: s.serialized_attributes.remove("rank_zero_seed"))
-    trainer = make(
-        save_folder=tmp_path, max_duration="2ba", resume="must", seed=6, callbacks=remove
-    )
+    source = {"save_folder": tmp_path, "resume": "must"}
+    if not is_same_run:
+        source = {"load_path_format": str(tmp_path)}
+    trainer = make(max_duration="2ba", seed=6, callbacks=remove, **source)
+    assert (trainer.state.rank_zero_seed, trainer.state.timer.batch) == (6, 1)
     trainer.fit()
-    assert trainer.state.rank_zero_seed == 6
-    assert trainer.saved_checkpoints == ["ba2"]
+    assert trainer.state.timer.batch == 2
