@@ -117,7 +117,10 @@ class Checkpointer:
         self._metrics: dict[str, Any] = {}
         self._hand = BatchInHand()
         self._saved_at: tuple[int, int] | None = None
+        self._saved: PendingSave[Checkpoint] | None = None
+        self._logged_error: CheckpointError | None = None
         self._last: PendingSave[Checkpoint] | None = None
+        self._iterated: ResumableLoader | None = None
         self._total_epochs: int | None = None
         self._is_open = False
         self._resumption = Resumption(self._tracked, self._writer, self._hand, strict=strict)
@@ -218,6 +221,9 @@ class Checkpointer:
         except CheckpointError as second:
             # The error that ended the loop is the one to see; this one is told beside it.
             _log.error("While ending after %s: %s", type(error).__name__, second)
+            self._logged_error = second
+        if self._logged_error and isinstance(error, SystemExit) and not error.code:
+            raise self._logged_error  # the process must not end as if all were well
 
     # -- state of the run ----------------------------------------------------------------------
 
@@ -272,7 +278,7 @@ class Checkpointer:
             total: Epochs of the whole training.
         """
         self._require_open()
-        self._resumption.settle()
+        self._resumption.settle(but={"loader"})  # batches() may track it
         self._total_epochs = total
         while self.timer.epoch < total:
             yield self.timer.epoch
@@ -287,17 +293,27 @@ class Checkpointer:
 
         Args:
             loader: The loader; tracked as ``loader`` if it is not tracked yet.
+
+        Raises:
+            UsageError: The loader yields nothing at all.
+            Preempted: A signal asked us to end; the state is saved.
         """
         self._require_open()
         if id(loader) not in self._loaders:
             self.track(loader=loader)
         self._resumption.settle()
         resumable = self._loaders[id(loader)]
+        self._iterated = resumable
         resumable.set_epoch(self.timer.epoch)
         for batch in resumable.iterate(self.take_rng()):
             self._hand.take(resumable, num_samples(batch))
             yield batch
             self._put_down()
+        if resumable.position == 0:
+            raise UsageError(
+                "The loader yielded no batch.",
+                hint="Is the data set empty, or an iterator that can be used only once?",
+            )
 
     def step(self, *, num_samples: int = 0, num_tokens: int = 0) -> None:
         """Count one batch, save if a save is due, and end the run if a signal asked for it.
@@ -336,9 +352,12 @@ class Checkpointer:
     def save_before_stop(self) -> str | None:
         """Save within the grace period; return the checkpoint's name, ``None`` if that failed."""
         try:
-            pending = self._last if self._is_saved() else self.save(reason="signal")
-            if pending is None:
-                return None
+            pending = self._saved if self._is_saved() else None
+            if pending is not None:
+                pending.check_done(self.grace_left_s if self._signals else None)
+            self._log_earlier_errors()
+            if pending is None or pending.exception() is not None:
+                pending = self.save(reason="signal")
             return pending.wait(self.grace_left_s if self._signals else None).name
         except CheckpointError as error:
             _log.error("Asked to end, and the state could not be saved: %s", error)
@@ -415,9 +434,11 @@ class Checkpointer:
                 notes=(*self._exactness_notes(), *notes),
             )
             pending = self._begin(request, rng=rng or before)
-            self._saved_at = self._point()
-        if wait or not self._async_save:
+            self._saved_at, self._saved = self._point(), pending
+        if wait:
             pending.wait()
+        elif not self._async_save:
+            self._writer.wait()
         return pending
 
     def save_diagnostic(
@@ -462,7 +483,11 @@ class Checkpointer:
             if rng is None:
                 name = f"ba{self.timer.batch + 1}"
                 return self.save_diagnostic("failed", name, extra={})
-        if self._saved_at is not None and self._saved_at >= self._point():
+        if self._saved is not None:
+            self._saved.check_done(None)
+        self._log_earlier_errors()
+        is_saved = self._saved_at is not None and self._saved_at >= self._point()
+        if is_saved and self._saved is not None and self._saved.exception() is None:
             return None
         return self.save(reason="exception", wait=True, rng=rng)
 
@@ -589,6 +614,7 @@ class Checkpointer:
         self._hand.put_down()
         for loader in self._loaders.values():
             loader.end_epoch()
+        self._iterated = None
         self.timer.on_epoch_complete()
         due = self._schedule.due("epoch", self.timer.snapshot(), self, "epoch")
         if is_last or due is not None:
@@ -602,8 +628,9 @@ class Checkpointer:
 
     def _left_to_epoch_end(self, counters: Mapping[str, Any]) -> bool:
         """Return whether this batch ends an epoch whose end will be saved anyway."""
-        lengths = [loader.num_batches for loader in self._loaders.values()]
-        if self._total_epochs is None or counters["batch_in_epoch"] not in lengths:
+        if self._total_epochs is None or self._iterated is None:
+            return False
+        if counters["batch_in_epoch"] != self._iterated.num_batches:
             return False
         after = {**counters, "epoch": counters["epoch"] + 1, "batch_in_epoch": 0}
         is_last = after["epoch"] >= self._total_epochs
@@ -614,6 +641,14 @@ class Checkpointer:
 
     def _is_saved(self) -> bool:
         return self._saved_at == self._point()
+
+    def _log_earlier_errors(self) -> None:
+        """Log errors of earlier saves, which must not be in the way of the last one."""
+        try:
+            self._writer.settle()
+        except CheckpointError as error:
+            _log.error("An earlier save failed: %s", error)
+            self._logged_error = error
 
     def _exactness_notes(self) -> tuple[str, ...]:
         notes = [note for loader in self._loaders.values() for note in loader.notes]

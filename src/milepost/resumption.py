@@ -7,7 +7,7 @@ before everything stored has found its object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from .checkpoint import Checkpoint, Place, open_source
@@ -93,21 +93,27 @@ class Resumption:
         """Do without some of the stored items: nobody will claim them."""
         self._unclaimed.difference_update(names)
 
-    def settle(self) -> None:
+    def settle(self, *, but: Collection[str] = ()) -> None:
         """Refuse to go on while the checkpoint holds state that nobody asked for.
+
+        Args:
+            but: Items that may still be claimed later.
 
         Raises:
             MismatchError: Naming the items.
         """
-        if self._unclaimed and self._strict:
-            names = ", ".join(sorted(self._unclaimed))
+        unclaimed = self._unclaimed.difference(but)
+        if unclaimed and self._strict:
+            names = ", ".join(sorted(unclaimed))
             raise MismatchError(
                 f"The run goes on from {self._writer.resumed_from}, which also holds {names}.",
                 safe="Nothing was trained or saved.",
                 hint="Track objects under these names before the first batch, or use "
                 "strict=False to leave them behind.",
-                names=sorted(self._unclaimed),
+                names=sorted(unclaimed),
             )
+        if unclaimed != self._unclaimed:
+            return
         self._unclaimed, self._source = set(), None
         self._writer.protected.clear()
 

@@ -12,7 +12,7 @@ import sys
 
 import torch._dynamo  # noqa: F401 - the first step of an optimizer would load it
 
-import milepost.checkpointer  # noqa: F401
+import milepost.checkpointer
 import milepost.engine.read  # noqa: F401
 
 

@@ -1,4 +1,4 @@
-"""Saving in the background: what is saved, what happens when it fails, and when the process ends."""
+"""Saving in the background: what is saved, when it fails, and when the process ends."""
 
 from __future__ import annotations
 
@@ -115,12 +115,12 @@ def test_h33_a_failure_in_the_background_reaches_the_next_save(tmp_path, monkeyp
     with mp.Checkpointer(tmp_path, keep=[mp.KeepLast(2)], box=box) as run:
         run.save("a").wait()
         run.save("b")
+        run.last_save.check_done(30)
         with pytest.raises(OSError, match="boom"):
-            for _ in range(2):  # at the next chance: the second of these at the latest
-                run.save("c")
+            run.save("c")
         run.save("d").wait()
     names = [one.name for one in mp.open_run(tmp_path).checkpoints()]
-    assert names in (["a", "d"], ["c", "d"])
+    assert names == ["a", "d"]
     for one in mp.open_run(tmp_path).checkpoints():
         assert torch.equal(one.load()["state"]["box"]["value"], torch.zeros(4))
 
@@ -188,7 +188,9 @@ def test_h34_the_process_waits_for_the_save_in_flight(run_script, tmp_path, endi
     if is_with:
         script += f"with mp.Checkpointer('runs', box=box) as run:\n    run.save('a')\n    {how}\n"
     else:
-        script += f"def main():\n    mp.Checkpointer('runs', box=box).open().save('a')\nmain()\n{how}\n"
+        script += (
+            f"def main():\n    mp.Checkpointer('runs', box=box).open().save('a')\nmain()\n{how}\n"
+        )
     code, _, err = run_script(script)
     assert (code == 0) == (ending != "raise")
     assert ("own" in err) == (ending == "raise")

@@ -51,6 +51,7 @@ class ResumableLoader:
         self._position = 0
         self._start: dict[str, Any] | None = None
         self._pending: Mapping[str, Any] | None = None
+        self._was_iterated = False
         self.fetch_rng: dict[str, Any] | None = None
         """The random state right before the newest batch was fetched."""
 
@@ -111,8 +112,7 @@ class ResumableLoader:
         pending, self._pending = self._pending, None
         if pending is None or not (pending["position"] or pending.get("is_open")):
             if pending is not None:
-                # A sampler's own generator runs on from epoch to epoch.
-                self._set_generators(pending.get("generators", ()))
+                self._return_between_epochs(pending)
             if rng is not None:
                 apply_rng(rng)
             self._position, self._start = 0, self._note_start()
@@ -123,6 +123,7 @@ class ResumableLoader:
                 apply_rng(rng)
         # Held here only: workers end at once when the loop is left, and not when some garbage
         # collection comes by.
+        self._was_iterated = True
         while True:
             self.fetch_rng = capture_rng()
             try:
@@ -162,11 +163,36 @@ class ResumableLoader:
             "num_batches": self.num_batches,
             "start": self._start,
         }
-        if self._start is None:
+        if self._start is None or self.kind == "stateful":
             state["generators"] = [g.get_state() for g in _generators(self.loader)]
-        elif self.kind == "stateful":
+        if self.kind == "stateful" and self._was_iterated:
+            # One that was not iterated yet might begin to, and draw random numbers for it.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
+            state["num_workers"] = getattr(self.loader, "num_workers", 0)
         return state
+
+    def misfit(self, state: Mapping[str, Any]) -> str | None:
+        """Return why a stored position does not fit this loader, or ``None`` if it does."""
+        kind, position = state["kind"], state["position"]
+        if position and kind != self.kind:
+            return (
+                f"The checkpoint is at batch {position} of an epoch of a loader of the kind "
+                f"{kind!r}; this one is of the kind {self.kind!r}."
+            )
+        length = self.num_batches
+        if length is not None and position > length:
+            return (
+                f"The checkpoint is at batch {position} of an epoch, but this loader has only "
+                f"{length} batches."
+            )
+        workers = getattr(self.loader, "num_workers", 0)
+        if position and self._is_torchdata and state.get("num_workers", workers) != workers:
+            return (
+                f"The checkpoint is at batch {position} of an epoch of a StatefulDataLoader with "
+                f"{state['num_workers']} workers, and its state fits no other number; this one has "
+                f"{workers} workers."
+            )
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a stored position at the next :meth:`iterate`.
@@ -175,20 +201,12 @@ class ResumableLoader:
             MismatchError: The position was taken with another kind of loader, or lies beyond the
                 end of this one.
         """
-        kind, position = state["kind"], state["position"]
-        if position and kind != self.kind:
+        reason = self.misfit(state)
+        if reason is not None:
             raise MismatchError(
-                f"The checkpoint is at batch {position} of an epoch of a loader of the kind "
-                f"{kind!r}; this one is of the kind {self.kind!r}.",
-                hint="Use the loader that the run was started with, or resume from the end of an "
-                "epoch.",
-            )
-        length = self.num_batches
-        if length is not None and position > length:
-            raise MismatchError(
-                f"The checkpoint is at batch {position} of an epoch, but this loader has only "
-                f"{length} batches.",
-                hint="Use the data set and batch size that the run was started with.",
+                reason,
+                hint="Use the loader, data set and batch size that the run was started with, or "
+                "resume from the end of an epoch.",
             )
         self._pending = dict(state)
 
@@ -212,14 +230,40 @@ class ResumableLoader:
         self._position, self._start = state["position"], state["start"]
         assert self._start is not None
         if self.kind == "stateful":
-            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            return iter(self.loader)
+            return self._return_stateful(state)
         apply_rng(self._start["rng"])
         self._set_generators(self._start["generators"])
         iterator = self._begin(self._position)
         if self.kind == "replayed":
             deque(itertools.islice(iterator, self._position), maxlen=0)
         return iterator
+
+    @property
+    def _is_torchdata(self) -> bool:
+        return any(cls.__module__.startswith("torchdata.") for cls in type(self.loader).__mro__)
+
+    def _return_stateful(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        if not self._is_torchdata:
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            return iter(self.loader)
+        if state["loader"].get("_iterator_finished"):
+            # It would take the end of an epoch for the beginning of the next one.
+            self._return_between_epochs(state)
+            return iter(())
+        self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        iterator = iter(self.loader)
+        if not state["num_workers"]:
+            # It restores the order but not the draw that followed it, for the workers' seed.
+            self._set_generators(state["generators"])
+        return iterator
+
+    def _return_between_epochs(self, state: Mapping[str, Any]) -> None:
+        """Restore what a loader and the generators of its samplers carry from epoch to epoch."""
+        if "loader" in state and not (self._is_torchdata and state["num_workers"]):
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            if self._is_torchdata:
+                iter(self.loader)  # restores the data set; the epoch that it begins is dropped
+        self._set_generators(state.get("generators", ()))
 
 
 def _kind(loader: Iterable[Any]) -> str:

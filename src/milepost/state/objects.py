@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from .loader import ResumableLoader
 from .parts import Part
 from .report import LoadReport
 from .source import StateSource, load_item, subtree
@@ -57,7 +58,11 @@ class ObjectPart:
         return ()
 
     def check(self, source: StateSource, item: str, report: LoadReport) -> None:
-        """Leave the check to the object itself."""
+        """Look at the position of a loader; leave other checks to the object itself."""
+        if isinstance(self.target, ResumableLoader):
+            reason = self.target.misfit(load_item(source, item))
+            if reason is not None:
+                report.problems.append(reason)
 
     def apply(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Give it the stored state."""
