@@ -18,7 +18,31 @@ import torch
 from ..state.loader import ResumableLoader
 from ..state.rng import apply_rng, capture_rng
 
-__all__ = ["CleanPoint"]
+__all__ = ["Buffers", "CleanPoint"]
+
+
+class Buffers:
+    """The buffers of a model, found once, since a walk over its modules is not free.
+
+    Args:
+        model: The model, with all its modules.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._owners = [
+            module._buffers  # noqa: SLF001 - live: a buffer that is replaced shows up
+            for module in model.modules()
+            if module._buffers  # noqa: SLF001
+        ]
+
+    def versions(self) -> tuple[tuple[torch.Tensor, int], ...]:
+        """Return each buffer with its version counter, which every write in place moves on."""
+        return tuple(
+            (buffer, buffer._version)  # noqa: SLF001 - what autograd itself goes by
+            for owner in self._owners
+            for buffer in owner.values()
+            if buffer is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +60,13 @@ class CleanPoint:
     buffers: tuple[tuple[torch.Tensor, int], ...]
 
     @classmethod
-    def mark(cls, model: torch.nn.Module, loader: ResumableLoader) -> CleanPoint:
+    def mark(cls, buffers: Buffers, loader: ResumableLoader) -> CleanPoint:
         """Note the present point."""
-        return cls(capture_rng(), loader.state_dict(), _versions(model))
+        return cls(capture_rng(), loader.state_dict(), buffers.versions())
 
-    def is_intact(self, model: torch.nn.Module) -> bool:
+    def is_intact(self, buffers: Buffers) -> bool:
         """Return whether no buffer was written to or replaced since."""
-        now = _versions(model)
+        now = buffers.versions()
         return len(now) == len(self.buffers) and all(
             new is old and version == before
             for (new, version), (old, before) in zip(now, self.buffers, strict=True)
@@ -52,7 +76,3 @@ class CleanPoint:
         """Return the generators and the loader to this point."""
         loader.load_state_dict(self.position)
         apply_rng(self.rng)
-
-
-def _versions(model: torch.nn.Module) -> tuple[tuple[torch.Tensor, int], ...]:
-    return tuple((buffer, buffer._version) for buffer in model.buffers())  # noqa: SLF001

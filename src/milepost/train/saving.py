@@ -28,7 +28,7 @@ from ..state.loader import ResumableLoader
 from .evaluating import Evaluation
 from .events import Event
 from .metrics import scalar_metrics
-from .rescue import CleanPoint
+from .rescue import Buffers, CleanPoint
 from .state import State
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Saving:
         self._interval = interval
         self._signals = signals
         self._clean: CleanPoint | None = None
+        self._buffers = Buffers(state.bare_model)
         self._loss: Any = None
         self._is_in_batch = False
         self._is_marked_here = False
@@ -103,6 +104,7 @@ class Saving:
         self._asked_at = timer.snapshot() if counters is None else counters
         self._schedule = self._new_schedule()
         self._schedule.start(self._asked_at)
+        self._buffers = Buffers(self._state.bare_model)
         self._started_at = self._point
         self._saved_at = None
         self._clean, self._is_in_batch, self._is_marked_here = None, False, False
@@ -111,7 +113,7 @@ class Saving:
         """Note that this is a clean point."""
         self._is_in_batch = False
         if self.checkpointer is not None:
-            self._clean = CleanPoint.mark(self._state.bare_model, self._loader)
+            self._clean = CleanPoint.mark(self._buffers, self._loader)
             self._is_marked_here = True
 
     def mark_before_fetch(self) -> None:
@@ -230,7 +232,7 @@ class Saving:
         if self._point == self._started_at:
             return  # nothing was trained yet that could be lost
         try:
-            if clean is not None and clean.is_intact(state.bare_model):
+            if clean is not None and clean.is_intact(self._buffers):
                 clean.put_back(self._loader)
                 pending = self._save_here("exception", timeout_s=None, notes=_AFTER_ERROR)
             else:
