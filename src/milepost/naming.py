@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import string
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +21,9 @@ class NameFormat:
     Args:
         pattern: Text with fields in braces: ``name`` (what the schedule calls it), any counter of
             the timer such as ``epoch`` or ``batch``, and any logged metric, as in
-            ``"{epoch}-{val/loss:.3f}"``. Characters that a place may refuse become ``_``, and a
-            name that is too long is cut and ends in a digest that keeps it apart from others.
+            ``"{epoch}-{val/loss:.3f}"``; the name of a metric may hold dots, brackets and colons.
+            Characters that a place may refuse become ``_``, and a name that is too long is cut and
+            ends in a digest that keeps it apart from others.
 
     Raises:
         UsageError: A malformed pattern.
@@ -32,33 +32,50 @@ class NameFormat:
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         try:
-            fields = [name for _, name, _, _ in string.Formatter().parse(pattern) if name]
+            self._parts = [
+                (literal, None if name is None else _field(name, spec, conversion))
+                for literal, name, spec, conversion in string.Formatter().parse(pattern)
+            ]
         except ValueError as error:
             raise UsageError(f"save_name_format={pattern!r} is malformed: {error}.") from error
+        fields = [field for _, field in self._parts if field is not None]
+        if any(not field or field.isdecimal() for field in fields):
+            raise UsageError(
+                f"save_name_format={pattern!r} has a field without a name.",
+                hint='Use fields such as "{name}" or "ep{epoch}-ba{batch}".',
+            )
         if not fields:
             raise UsageError(
                 f"save_name_format={pattern!r} gives every checkpoint the same name.",
                 hint='Use fields such as "{name}" or "ep{epoch}-ba{batch}".',
             )
-        self._fields = fields
 
     def name(self, plain: str, counters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
         """Return the name of a checkpoint; a metric that was not logged is written as ``nan``."""
         values = {**metrics, **counters, "name": plain}
-        for field in self._fields:
-            if field not in values:
-                _log.warning("save_name_format names %r, which was not logged.", field)
-                values[field] = math.nan
+        text = ""
+        for literal, field in self._parts:
+            text += literal + ("" if field is None else self._written(field, values))
+        return safe_name(text)
+
+    def _written(self, field: str, values: Mapping[str, Any]) -> str:
+        """Return the text in the place of one field."""
+        known = [name for name in values if field == name or field.startswith(f"{name}:")]
+        if not known:
+            _log.warning("save_name_format names %r, which was not logged.", field)
+            return "nan"
+        name = max(known, key=len)
         try:
-            return safe_name(string.Formatter().vformat(self.pattern, (), _Fields(values)))
+            return format(values[name], field[len(name) + 1 :])
         except (ValueError, TypeError) as error:
             raise UsageError(
                 f"save_name_format={self.pattern!r} does not fit its values: {error}."
             ) from error
 
 
-class _Fields(dict[str, Any]):
-    """Values by field name; a name with dots or brackets is looked up as a whole."""
+def _field(name: str, spec: str | None, conversion: str | None) -> str:
+    """Return what stands between two braces, as it was written."""
+    return name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
 
 
 def natural_name(counters: Mapping[str, Any]) -> str:
