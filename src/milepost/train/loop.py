@@ -76,10 +76,11 @@ class Loop:
         state = self._state
         pending = state.pending_eval
         self._rng = rng
-        if rng is None and state.timer.batch_in_epoch:
+        if rng is None and state.timer.batch:
             # An earlier fit ended here. Going back to its place in the data must draw nothing.
-            self._loader.load_state_dict(self._loader.state_dict())
             self._rng = capture_rng()
+            if state.timer.batch_in_epoch:
+                self._loader.load_state_dict(self._loader.state_dict())
         self._evaluation.start()
         self._saving.start(None if pending is None else pending["counters"])
         self._check_over()
@@ -105,13 +106,16 @@ class Loop:
             self._end_epoch()
 
     def _begin_epoch(self) -> None:
+        is_resumed = self._rng is not None
         if self._rng is not None:
             apply_rng(self._rng)
-            self._rng = None
         self._metrics.reset(self._state.device)
         self._saving.mark()
         self._run_event(Event.EPOCH_START)
         self._saving.mark()
+        # Restoring what a loader carries from epoch to epoch may draw numbers, so the generators
+        # are put back once more, to where the callbacks left them.
+        self._rng = capture_rng() if is_resumed else None
 
     def _batches(self) -> Iterator[Any]:
         """Yield what is left of the epoch, marking the clean point before each fetch."""
