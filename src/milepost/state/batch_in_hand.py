@@ -129,7 +129,7 @@ class BatchInHand:
     def restore_gradients(self, stored: Mapping[str, Tensor], names: ParameterNames) -> None:
         """Put stored gradients back."""
         for index, parameter in enumerate(self._parameters):
-            gradient = stored.get(names.of(parameter) or f"#{index}")
+            gradient = stored.get(names.among(parameter, stored) or f"#{index}")
             if gradient is not None:
                 parameter.grad = gradient.to(parameter.device)
         self._is_stepped, self._is_partial = False, bool(stored)

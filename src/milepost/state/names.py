@@ -8,7 +8,8 @@ model fits the plain one and the other way round.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
@@ -63,14 +64,37 @@ class ParameterNames:
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        self._names: dict[int, str] = {}
+        self._has_several = len(models) > 1
+        self._names: dict[int, tuple[str, str]] = {}
         for item, wrapped in models.items():
             module = unwrap(wrapped)
-            prefix = f"{item}/" if len(models) > 1 else ""
             clean = name_cleaner(module)
             for name, parameter in module.named_parameters():
-                self._names.setdefault(id(parameter), prefix + clean(name))
+                plain = clean(name)
+                self._names.setdefault(id(parameter), (plain, f"{item}/{plain}"))
+        self._counts = Counter(plain for plain, _ in self._names.values())
 
     def of(self, parameter: torch.Tensor) -> str | None:
         """Return the name of a parameter, or ``None`` if no tracked model has it."""
-        return self._names.get(id(parameter))
+        names = self._names.get(id(parameter))
+        return None if names is None else names[self._has_several]
+
+    def among(self, parameter: torch.Tensor, stored: Collection[str]) -> str | None:
+        """Return the name of a parameter as it was stored.
+
+        The number of tracked models may have been another one then, or be another one by now.
+
+        Args:
+            parameter: The parameter.
+            stored: The stored names.
+
+        Returns:
+            One of the stored names if one fits; else the name as it is now, or ``None``.
+        """
+        now = self.of(parameter)
+        if now is None or now in stored:
+            return now
+        plain, full = self._names[id(parameter)]
+        other = plain if self._has_several else full
+        is_certain = not self._has_several or self._counts[plain] == 1
+        return other if other in stored and is_certain else now

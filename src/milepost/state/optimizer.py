@@ -65,7 +65,7 @@ class OptimizerPart:
             return
         stored = [list(group["params"]) for group in tree["param_groups"]]
         group_of = {name: index for index, names in enumerate(stored) for name in names}
-        live = self._names_by_group()
+        live = self._names_by_group(group_of)
         for names in live:
             homes = {group_of[name] for name in names if name in group_of}
             if len(homes) > 1:
@@ -86,25 +86,27 @@ class OptimizerPart:
         else:
             self._load_by_position(stored)
         report.loaded.extend(
-            f"{item}: {name}" for names in self._names_by_group() for name in names
+            f"{item}: {name}" for names in self._names_by_group(_names(stored)) for name in names
         )
 
     def reapply_options(self, source: StateSource, item: str) -> None:
         """Restore the options of the groups once more, after a scheduler was built upon them."""
         self._restore_options(load_item(source, item))
 
-    def _names_by_group(self) -> list[list[str]]:
+    def _names_by_group(self, stored: Collection[str] = ()) -> list[list[str]]:
+        """Return the names of the parameters of each group, as they were stored if they were."""
         names = self._get_names()
         return [
-            [names.of(p) or f"group{g}/{i}" for i, p in enumerate(group["params"])]
+            [names.among(p, stored) or f"group{g}/{i}" for i, p in enumerate(group["params"])]
             for g, group in enumerate(self.optimizer.param_groups)
         ]
 
-    def _names_by_index(self) -> dict[int, str]:
+    def _names_by_index(self, stored: Collection[str] = ()) -> dict[int, str]:
         """Return the name behind each number in torch's own state dict."""
         result: dict[int, str] = {}
         seen: dict[int, int] = {}
-        for names, group in zip(self._names_by_group(), self.optimizer.param_groups, strict=True):
+        groups = self._names_by_group(stored)
+        for names, group in zip(groups, self.optimizer.param_groups, strict=True):
             for name, parameter in zip(names, group["params"], strict=True):
                 index = seen.setdefault(id(parameter), len(seen))
                 result[index] = name
@@ -112,7 +114,8 @@ class OptimizerPart:
 
     def _restore_options(self, stored: Mapping[str, Any]) -> None:
         group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
-        for names, group in zip(self._names_by_group(), self.optimizer.param_groups, strict=True):
+        live = self._names_by_group(group_of)
+        for names, group in zip(live, self.optimizer.param_groups, strict=True):
             home = next((group_of[name] for name in names if name in group_of), None)
             if home is None:
                 continue
@@ -123,7 +126,8 @@ class OptimizerPart:
 
     def _restore_state(self, stored: Mapping[str, Any]) -> None:
         state: defaultdict[Any, Any] = defaultdict(dict)
-        for names, group in zip(self._names_by_group(), self.optimizer.param_groups, strict=True):
+        live = self._names_by_group(_names(stored))
+        for names, group in zip(live, self.optimizer.param_groups, strict=True):
             for name, parameter in zip(names, group["params"], strict=True):
                 if name in stored["state"]:
                     state[parameter] = _place(stored["state"][name], parameter, group)
@@ -139,17 +143,22 @@ class OptimizerPart:
 
     def _load_by_position(self, stored: Mapping[str, Any]) -> None:
         """Hand a state dict in torch's own form to an optimizer that loads it in its own way."""
-        by_index = self._names_by_index()
+        by_index = self._names_by_index(_names(stored))
         index_of = {name: index for index, name in by_index.items()}
         group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
         groups = []
-        for names in self._names_by_group():
+        for names in self._names_by_group(group_of):
             home = next(group_of[name] for name in names if name in group_of)
             groups.append({**home, "params": [index_of[name] for name in names]})
         state = {index_of[n]: value for n, value in stored["state"].items() if n in index_of}
         state.update(stored.get("other", {}))
         rest = {k: v for k, v in stored.items() if k not in ("state", "param_groups", "other")}
         self.optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
+
+
+def _names(stored: Mapping[str, Any]) -> set[str]:
+    """Return the names of the parameters that a stored state knows."""
+    return {name for group in stored["param_groups"] for name in group["params"]}
 
 
 def _place(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
