@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ExistsError, MissingError, UsageError
 from .format import canonical, tree
+from .format.digest import BLOCK_BYTES
 from .format.layout import HIDDEN, MANIFEST, METADATA, RUN
 from .format.manifest import Manifest
 from .runs.scan import Found, RunView, State, read_manifest, scan
 from .runs.verify import Level, VerifyReport, verify
 from .stores.base import Store
 from .stores.local import LocalStore
+from .stores.pages import page_memory
 from .stores.prefix import PrefixStore
 from .stores.url import open_store
+from .visible import SUFFIXES, VisibleFiles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "Run", "open_checkpoint", "open_run", "open_source", "run_store"]
 
 Place = str | os.PathLike[str]
-_SINGLE_SUFFIXES = (".pt", ".pt.gz", ".pt.bz2", ".pt.xz")
 _MAX_METADATA_BYTES = 16 * 1024 * 1024
 
 
@@ -200,7 +202,7 @@ class Checkpoint:
         entries = [entry.key for entry in self.store.list(self.folder)]
         commit = self._key(MANIFEST)
         for key in sorted(entries, key=lambda key: key == commit):
-            target.put_new(key[len(prefix) :], self.store.get(key, max_bytes=2**62))
+            _copy(self.store, key, target, key[len(prefix) :])
         return str(Path(path).absolute())
 
     def get_metadata(self) -> dict[str, Any]:
@@ -250,10 +252,16 @@ class Run:
 
     Args:
         store: Where its records are.
+
+    Attributes:
+        visible: The files that people see, when the records are hidden; else ``None``.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        above, _, name = store.url.removeprefix("file://").rpartition("/")
+        is_hidden = store.traits.is_local and name == HIDDEN
+        self.visible = VisibleFiles(LocalStore(above)) if is_hidden else None
         self._view: RunView | None = None
 
     @property
@@ -307,6 +315,27 @@ class Run:
         return f"Run({self.url!r})"
 
 
+def _copy(source: Store, key: str, target: Store, new_key: str) -> None:
+    """Copy one key block by block, durably, in bounded memory."""
+    reader = source.open_reader(key)
+    try:
+        size = reader.size_bytes
+        writer = target.create_writer(new_key, size)
+        try:
+            buffer = memoryview(page_memory(min(size, BLOCK_BYTES)))
+            for start in range(0, size, BLOCK_BYTES):
+                block = buffer[: min(BLOCK_BYTES, size - start)]
+                reader.read_into(start, block)
+                writer.write_at(start, block)
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
+    finally:
+        reader.close()
+    target.sync_folder(new_key.rpartition("/")[0])
+
+
 def run_store(place: Place | Store) -> Store | None:
     """Return the store with the records of the run at a place, or ``None`` if there is none.
 
@@ -348,7 +377,7 @@ def open_checkpoint(place: Place) -> Checkpoint:
     if (path / MANIFEST).is_file():
         return Checkpoint(LocalStore(path), "")
     hidden = path.parent / HIDDEN
-    for suffix in ("", *sorted(_SINGLE_SUFFIXES, key=len, reverse=True)):
+    for suffix in ("", *sorted(SUFFIXES.values(), key=len, reverse=True)):
         name = path.name.removesuffix(suffix) if path.name.endswith(suffix) else ""
         if name and (hidden / name / MANIFEST).is_file():
             return Checkpoint(LocalStore(hidden), name)

@@ -34,7 +34,7 @@ from .resumption import Resumption
 from .runs.keep import KeepPolicy
 from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader, num_samples
-from .state.objects import Stateful, Value
+from .state.objects import Value
 from .state.report import LoadReport
 from .state.rng import capture_rng
 from .state.tracked import Tracked
@@ -155,9 +155,7 @@ class Checkpointer:
         known = isinstance(
             target, nn.Module | Optimizer | Value | Mapping | tuple | ResumableLoader
         )
-        is_loader = isinstance(target, DataLoader) or (
-            not known and not isinstance(target, Stateful) and isinstance(target, Iterable)
-        )
+        is_loader = isinstance(target, DataLoader) or (not known and isinstance(target, Iterable))
         if not is_loader or isinstance(target, str | bytes):
             return target
         return self._loaders.setdefault(id(target), ResumableLoader(target))
@@ -174,6 +172,8 @@ class Checkpointer:
             return self
         self._watch()
         self._writer.open(self._resumption.resume, origin=origin)
+        if self.load_report is not None:
+            self.load_report.notes.extend(self._writer.notes)
         self._is_open = True
         if self._signals is not None:
             self._signals.install()

@@ -15,7 +15,7 @@ from typing import Literal
 from .checkpoint import Checkpoint, Run, run_store
 from .engine.pending import PendingSave
 from .engine.save import Saver, SaveRequest
-from .engine.single import SUFFIXES, check_compression
+from .engine.single import check_compression
 from .errors import (
     CheckpointError,
     DamagedError,
@@ -41,6 +41,7 @@ from .stores.base import Store
 from .stores.prefix import PrefixStore
 from .stores.url import open_store
 from .tensors.pack import PackedItem
+from .visible import VisibleFiles
 
 __all__ = ["Resume", "RunWriter", "WriterOptions"]
 
@@ -96,6 +97,7 @@ class RunWriter:
         self.options = options
         self._base = open_store(place)
         is_hidden = options.save_format == "torch"
+        self._visible = VisibleFiles(self._base)
         self.store: Store = PrefixStore(self._base, HIDDEN) if is_hidden else self._base
         self.session: Session | None = None
         self.resumed_from: str | None = None
@@ -148,7 +150,9 @@ class RunWriter:
             on_commit=self._after_commit,
         )
         if self.options.save_format == "torch":
-            self._show_newest(scan(self.store))
+            newest = scan(self.store).latest()
+            if newest is not None and newest.manifest is not None:
+                self._visible.show_missing(newest.manifest)
         watch(self._unsettled, is_fatal=self.options.on_save_error == "raise")
 
     def close(self) -> None:
@@ -325,7 +329,7 @@ class RunWriter:
         if "/" in manifest.name:
             return checkpoint
         if self.options.save_format == "torch":
-            self._show(manifest)
+            self._visible.show(manifest)
         else:
             problem = point_latest(self.store, manifest.name)
             if problem is not None:
@@ -342,7 +346,7 @@ class RunWriter:
             report = prune(self.store, decisions, session=self.session)
             if self.options.save_format == "torch":
                 for name in report.deleted:
-                    self._hide(name)
+                    self._visible.hide(name)
         except FencedError:
             raise
         except CheckpointError as error:
@@ -350,33 +354,6 @@ class RunWriter:
             return
         for name, reason in report.errors.items():
             _log.warning("The checkpoint %s was to be deleted and was not: %s", name, reason)
-
-    def _show(self, manifest: Manifest) -> None:
-        """Give the single file of a checkpoint its visible name."""
-        (entry,) = manifest.files
-        try:
-            self._base.link(f"{HIDDEN}/{manifest.name}/{entry.path}", entry.path)
-        except ExistsError:
-            _log.warning(
-                "%s/%s was there already and was left alone; the checkpoint is in %s.",
-                self._base.url,
-                entry.path,
-                HIDDEN,
-            )
-
-    def _show_newest(self, view: RunView) -> None:
-        """Finish what a stop between a commit and its visible name has left."""
-        newest = view.latest()
-        if newest is None or newest.manifest is None:
-            return
-        try:
-            self._base.head(newest.manifest.files[0].path)
-        except MissingError:
-            self._show(newest.manifest)
-
-    def _hide(self, name: str) -> None:
-        for suffix in SUFFIXES.values():
-            self._base.delete(f"{name}{suffix}")
 
 
 def _countable(view: RunView) -> list[Found]:

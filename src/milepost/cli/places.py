@@ -10,10 +10,11 @@ from ..checkpoint import Checkpoint, Run, open_checkpoint, open_run, run_store
 from ..errors import DamagedError, IncompleteError, MissingError
 from ..format.layout import DIAGNOSTIC_FOLDERS, HIDDEN, LATEST
 from ..runs.scan import Found, State
+from ..visible import SUFFIXES
 
 __all__ = ["Located", "locate", "locate_run", "path_of"]
 
-_SUFFIXES = ("", ".pt", ".pt.gz", ".pt.bz2", ".pt.xz")
+_SUFFIXES = ("", *SUFFIXES.values())
 _UNFINISHED = (State.INCOMPLETE, State.DELETING)
 
 

@@ -30,13 +30,15 @@ from ..stores.pages import page_memory
 __all__ = ["CheckpointSource", "read_file"]
 
 NUM_THREADS = 2
+_NAMED = 8
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Bytes ``start:stop`` of a file and the flat bytes of the tensor they go to."""
+    """Bytes ``start:stop`` of a file, the tensor they are, and its flat bytes they go to."""
 
+    tensor: str
     start: int
     stop: int
     destination: Tensor
@@ -98,7 +100,7 @@ class CheckpointSource:
                     copies.append((destination, target))
                 flat = target.view(-1) if target.dim() else target.view(1)
                 flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
-                ranges[file].append(_Range(entry.start, entry.stop, flat))
+                ranges[file].append(_Range(key, entry.start, entry.stop, flat))
             _BlockReads(self._store, self._key, self.manifest, self._progress).run(ranges)
             for destination, target in copies:
                 destination.copy_(target)
@@ -188,16 +190,16 @@ def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> b
         raise FormatError(f"The header of {where} goes past the end of the file.", path=where)
     data = memoryview(page_memory(length))[:length]
     reader.read_into(start, data)
-    _check_block(data, entry, block, where, ())
+    _check_block(data, entry, block, where)
     return bytes(data)
 
 
 def _check_block(
-    data: memoryview, entry: FileEntry, block: int, where: str, tensors: Iterable[str]
+    data: memoryview, entry: FileEntry, block: int, where: str, tensors: Sequence[str] = ()
 ) -> None:
     found = crc32c(data)
     if found != entry.crcs[block]:
-        named = ", ".join(tensors)
+        named = ", ".join(tensors[:_NAMED]) + (" and others" if len(tensors) > _NAMED else "")
         raise DamagedError(
             f"Block {block} of {where} (bytes {block * BLOCK_BYTES:,} to "
             f"{block * BLOCK_BYTES + len(data):,}) is damaged"
@@ -205,6 +207,7 @@ def _check_block(
             hint="Load an earlier checkpoint; resume does so by itself.",
             path=where,
             block=block,
+            tensors=tuple(tensors),
             expected=f"{entry.crcs[block]:08x}",
             found=f"{found:08x}",
         )
@@ -280,7 +283,8 @@ class _BlockReads:
         start = block * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, entry.size_bytes)
         reader.read_into(start, view[: stop - start])
-        _check_block(view[: stop - start], entry, block, self._key(entry.path), ())
+        names = [part.tensor for part in parts]
+        _check_block(view[: stop - start], entry, block, self._key(entry.path), names)
         for part in parts:
             low, high = max(part.start, start), min(part.stop, stop)
             part.destination[low - part.start : high - part.start].copy_(

@@ -35,10 +35,11 @@ from ..stores.pages import page_memory
 from ..tensors.pack import PackedItem
 from ..tensors.unpack import unpack_item
 from ..version import __version__
+from ..visible import SUFFIXES
 from .arena import Arena
 from .pending import PendingSave
 from .plan import Plan, make_plan
-from .single import SUFFIXES, check_plain, encode_single
+from .single import check_plain, encode_single
 from .stage import StagedPart, Stager
 from .write import FileJob, file_job, write_files
 

@@ -22,11 +22,9 @@ from ..errors import UnsupportedStateError, UsageError
 from ..format import tree
 from ..format.digest import BLOCK_BYTES
 from ..stores.pages import page_memory
+from ..visible import SUFFIXES
 
-__all__ = ["SUFFIXES", "check_compression", "check_plain", "encode_single"]
-
-SUFFIXES = {"": ".pt", "gzip": ".pt.gz", "bzip2": ".pt.bz2", "lzma": ".pt.xz"}
-"""Ending of the file name by compression."""
+__all__ = ["check_compression", "check_plain", "encode_single"]
 
 _COMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
     "gzip": lambda out: gzip.GzipFile(fileobj=out, mode="wb", compresslevel=6, mtime=0),

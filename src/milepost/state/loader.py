@@ -165,8 +165,8 @@ class ResumableLoader:
         }
         if self._start is None or self.kind == "stateful":
             state["generators"] = [g.get_state() for g in _generators(self.loader)]
-        if self.kind == "stateful" and self._was_iterated:
-            # One that was not iterated yet might begin to, and draw random numbers for it.
+        if self.kind == "stateful" and (self._was_iterated or not self._is_torchdata):
+            # Torchdata's would begin to iterate, and draw random numbers for it.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
             state["num_workers"] = getattr(self.loader, "num_workers", 0)
         return state
@@ -209,6 +209,9 @@ class ResumableLoader:
                 "resume from the end of an epoch.",
             )
         self._pending = dict(state)
+        if self.kind == "stateful" and not self._is_torchdata and "loader" in state:
+            # It may be looked at, or iterated by other hands, before it is iterated here.
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
     def _note_start(self) -> dict[str, Any]:
         """Note every generator that the order of the coming epoch may be drawn from."""
