@@ -6,6 +6,7 @@ optimizers; then schedulers and everything else. Nothing is changed before every
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import DuplicateNameError, UsageError
-from ..format.layout import safe_name
 from ..tensors.pack import PackedItem, pack_item
 from .model import ModelPart
 from .names import ParameterNames, unwrap
@@ -27,6 +27,8 @@ __all__ = ["RESERVED_ITEMS", "Tracked"]
 
 RESERVED_ITEMS = ("rng", "gradients")
 """Items that a run adds by itself."""
+
+_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 
 class Tracked:
@@ -59,7 +61,8 @@ class Tracked:
             DuplicateNameError: The name is taken.
             UsageError: The object cannot be tracked, or the name is not usable.
         """
-        if name in RESERVED_ITEMS or safe_name(name) != name:
+        # No hyphen: the second part of an item is called item-frozen.
+        if name in RESERVED_ITEMS or not _NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} cannot name a tracked object.",
                 hint="Use letters, digits and underscores, and none of rng, gradients.",

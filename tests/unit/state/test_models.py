@@ -1,0 +1,213 @@
+"""Models and reports: what fits is read in place, what does not is told before any change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import milepost as mp
+from milepost.testing.asserts import assert_equal_states
+
+
+def save(folder, **objects):
+    with mp.Checkpointer(folder, **objects) as run:
+        return run.save("a").wait()
+
+
+def snapshot(*objects):
+    """Copies of everything that a load could change."""
+    return [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in one.state_dict().items()}
+        for one in objects
+    ]
+
+
+class Net(nn.Module):
+    """Names, shapes and dtypes of every kind of difference."""
+
+    def __init__(self, kind="stored"):
+        super().__init__()
+        self.same = nn.Linear(2, 2)
+        self.shape = nn.Linear(2, 3 if kind == "stored" else 4, bias=False)
+        dtype = torch.float32 if kind == "stored" else torch.float64
+        self.register_buffer("kind", torch.ones(2, dtype=dtype))
+        self.register_parameter(kind, nn.Parameter(torch.ones(1)))
+
+
+def test_a_mismatch_is_one_report_and_changes_nothing(tmp_path):
+    """Everything missing, unexpected, mis-shaped and mis-typed, and not only the first of it."""
+    saved = save(tmp_path, model=Net(), extra=mp.Value(lambda: 1, lambda _: None))
+    live = Net("live")
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
+    before = snapshot(live)
+    with pytest.raises(mp.MismatchError) as caught:
+        mp.Checkpointer(tmp_path, model=live, optimizer=optimizer).open()
+    report = caught.value.facts["report"]
+    assert report.missing == ["optimizer", "model: live"]
+    assert report.unexpected == ["model: stored"]
+    assert report.mis_shaped == ["model: shape.weight (stored [3, 2], live [4, 2])"]
+    assert report.mis_typed == ["model: kind (stored float32, live float64)"]
+    assert not report.is_exact
+    text = str(caught.value)
+    for part in ("model: live", "model: stored", "[3, 2]", "float64", "Nothing was changed"):
+        assert part in text
+    assert_equal_states(snapshot(live), before)
+    with pytest.raises(mp.MismatchError):
+        saved.load_weights(live)
+    assert_equal_states(snapshot(live), before)
+
+
+def test_a_lenient_load_takes_what_fits_and_tells_the_rest(tmp_path):
+    """Names and shapes that differ stay as they are; a dtype is converted and noted."""
+    stored = Net()
+    saved = save(tmp_path, model=stored)
+    live = Net("live")
+    shape = live.shape.weight.detach().clone()
+    report = saved.load_weights(live, strict=False)
+    assert torch.equal(live.same.weight, stored.same.weight)
+    assert torch.equal(live.shape.weight, shape)
+    assert (live.kind.dtype, live.kind.tolist()) == (torch.float64, [1.0, 1.0])
+    assert report.cast == ["model: kind (stored float32, live float64)"]
+    assert sorted(report.loaded) == ["model: kind", "model: same.bias", "model: same.weight"]
+    assert report.missing == ["model: live"]
+    assert "3 of 5 restored" in report.summary()
+    live = Net("live")
+    with mp.Checkpointer(tmp_path, strict=False, model=live) as run:
+        assert run.load_report.missing == ["model: live"]
+    assert torch.equal(live.same.weight, stored.same.weight)
+
+
+def test_a_long_report_is_cut_and_says_so(tmp_path):
+    """A thousand names help nobody."""
+    saved = save(tmp_path, model=nn.ModuleList(nn.Linear(1, 1) for _ in range(30)))
+    with pytest.raises(mp.MismatchError, match="and 52 more"):
+        saved.load_weights(nn.Linear(2, 2))
+
+
+class Hooked(nn.Module):
+    """A model that loads in its own way: its names on disk are not those in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.note = "new"
+
+    def get_extra_state(self):
+        return {"note": self.note, "count": (1, 2)}
+
+    def set_extra_state(self, state):
+        self.note, self.count = state["note"], state["count"]
+
+
+def test_extra_state_of_modules_is_kept(tmp_path):
+    """Modules may carry more than tensors."""
+    model = Hooked()
+    model.note = "trained"
+    save(tmp_path, model=model)
+    live = Hooked()
+    with mp.Checkpointer(tmp_path, model=live):
+        pass
+    assert (live.note, live.count) == ("trained", (1, 2))
+    assert torch.equal(live.inner.weight, model.inner.weight)
+
+
+def test_load_hooks_are_called(tmp_path):
+    """A module that translates its state as it is loaded must get the chance to."""
+    model = nn.Linear(2, 2)
+    saved = save(tmp_path, model=model)
+    live = nn.Linear(2, 2)
+    calls = []
+    live.register_load_state_dict_pre_hook(lambda module, state, *_: calls.append(sorted(state)))
+    saved.load_weights(live)
+    assert calls == [["bias", "weight"]]
+    assert torch.equal(live.weight, model.weight)
+
+
+def test_buffers_count_and_those_that_do_not_persist_are_left_out(tmp_path):
+    """The statistics of batch norm are state; a table that is computed anew is not."""
+
+    def new():
+        model = nn.BatchNorm1d(3)
+        model.register_buffer("table", torch.arange(3), persistent=False)
+        return model
+
+    model = new()
+    model(torch.randn(8, 3))
+    stored = save(tmp_path, model=model).load()["state"]["model"]
+    assert "table" not in stored
+    assert stored["num_batches_tracked"].item() == 1
+    live = new()
+    with mp.Checkpointer(tmp_path, model=live):
+        pass
+    assert_equal_states(dict(live.state_dict()), dict(model.state_dict()))
+
+
+def test_groups_restore_each_member_and_compare_their_names(tmp_path):
+    """Two objects of one class in one group are told apart by the names they were given."""
+
+    class Count:
+        def __init__(self, value):
+            self.value = value
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    group = {"first": Count(1), "second": Count(2), "net": nn.Linear(1, 1)}
+    save(tmp_path, callbacks=group)
+    live = {"second": Count(0), "net": nn.Linear(1, 1), "first": Count(0)}
+    with mp.Checkpointer(tmp_path, callbacks=live):
+        pass
+    assert (live["first"].value, live["second"].value) == (1, 2)
+    assert torch.equal(live["net"].weight, group["net"].weight)
+    other = {"first": Count(0), "third": Count(0), "net": nn.Linear(1, 1)}
+    with pytest.raises(mp.MismatchError) as caught:
+        mp.Checkpointer(tmp_path, callbacks=other).open()
+    report = caught.value.facts["report"]
+    assert report.missing == ["callbacks: third"]
+    assert report.unexpected == ["callbacks: second"]
+    assert other["first"].value == 0
+
+
+def test_values_go_through_their_functions(tmp_path):
+    """A plain number is state too, and a pair of functions is enough to reach it."""
+    best = {"loss": 0.5, "at": (3, "ba")}
+    save(
+        tmp_path,
+        loss=mp.Value(lambda: best["loss"], lambda value: best.update(loss=value)),
+        at=(lambda: best["at"], lambda value: best.update(at=value)),
+    )
+    best.update(loss=9.0, at=None)
+    with mp.Checkpointer(
+        tmp_path,
+        loss=mp.Value(lambda: best["loss"], lambda value: best.update(loss=value)),
+        at=(lambda: best["at"], lambda value: best.update(at=value)),
+    ):
+        pass
+    assert best == {"loss": 0.5, "at": (3, "ba")}
+
+
+def test_names_are_checked_when_things_are_tracked(tmp_path):
+    """A name that is taken, reserved or no file name fails at once."""
+    run = mp.Checkpointer(tmp_path, model=nn.Linear(1, 1))
+    with pytest.raises(mp.DuplicateNameError, match="model_2"):
+        run.track(model=nn.Linear(1, 1))
+    for name in ("rng", "gradients", "a/b", "", ".x", "a b", "x" * 65):
+        with pytest.raises(mp.UsageError, match="cannot name"):
+            run.track(**{name: nn.Linear(1, 1)})
+    with pytest.raises(mp.UsageError, match="object"):
+        run.track(thing=object())
+    with pytest.raises(mp.DuplicateNameError):
+        mp.Checkpointer(tmp_path, timer=nn.Linear(1, 1))
+    with pytest.raises(mp.UsageError):
+        run.track(text="abc")
+
+
+def test_two_items_never_share_a_file(tmp_path):
+    """The frozen part of one item is named after it, and must not meet an item of that name."""
+    objects = {"model": nn.Linear(2, 2), "model-frozen": nn.Linear(3, 3)}
+    with pytest.raises(mp.UsageError, match="model-frozen"):
+        mp.Checkpointer(tmp_path, **objects)
