@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class ResumableLoader:
         self._start: dict[str, Any] | None = None
         self._pending: Mapping[str, Any] | None = None
         self._was_iterated = False
+        self._num_begun = 0
         self.fetch_rng: dict[str, Any] | None = None
         """The random state right before the newest batch was fetched."""
 
@@ -116,6 +117,7 @@ class ResumableLoader:
             if rng is not None:
                 apply_rng(rng)
             self._position, self._start = 0, self._note_start()
+            self._num_begun += 1
             iterator = self._begin(0)
         else:
             iterator = self._return_to(pending)
@@ -161,6 +163,7 @@ class ResumableLoader:
             "position": self._position,
             "is_open": self._start is not None,
             "num_batches": self.num_batches,
+            "num_begun": self._num_begun,
             "start": self._start,
         }
         if self._start is None or self.kind == "stateful":
@@ -209,6 +212,7 @@ class ResumableLoader:
                 "resume from the end of an epoch.",
             )
         self._pending = dict(state)
+        self._num_begun = state.get("num_begun", 0)
         if self.kind == "stateful" and not self._is_torchdata and "loader" in state:
             # It may be looked at, or iterated by other hands, before it is iterated here.
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
@@ -226,7 +230,7 @@ class ResumableLoader:
 
     def _begin(self, skip: int) -> Iterator[Any]:
         if self._skipping is not None:
-            return self._skipping.start(skip)
+            return self._skipping.start(skip, is_first=self._num_begun == 1)
         return iter(self.loader)
 
     def _return_to(self, state: Mapping[str, Any]) -> Iterator[Any]:
@@ -328,9 +332,21 @@ class _SkippingLoader:
         else:
             self._skip = _SkippingSampler(loader.sampler)
             self._twin = DataLoader(loader.dataset, batch_size=None, sampler=self._skip, **options)
+        self._has_workers = False
 
-    def start(self, num_batches: int) -> Iterator[Any]:
+    def start(self, num_batches: int, *, is_first: bool) -> Iterator[Any]:
+        """Begin an epoch.
+
+        Args:
+            num_batches: How many batches to leave out.
+            is_first: Whether it is the first epoch of the run with this loader.
+        """
         self._skip.num_skipped = num_batches
+        if self._twin.persistent_workers and not is_first and not self._has_workers:
+            # Workers that last draw their seed in the first epoch of the run only, and these are
+            # new: the order must be drawn as if they had not drawn it again.
+            self._skip.before_order = _restorer(self._twin.generator)
+        self._has_workers = True
         iterator = iter(self._twin)
         # Torch draws the seed of the workers when the iterator is made, and the order when the
         # first batch is asked for. Stepping over batches asks for the order, so it comes after
@@ -345,6 +361,7 @@ class _SkippingSampler:
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.num_skipped = 0
+        self.before_order: Callable[[], None] | None = None
         self._rest: _Skipped | None = None
 
     def __len__(self) -> int:
@@ -352,10 +369,15 @@ class _SkippingSampler:
 
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers asks for this twice before it reads anything.
-        if not self.num_skipped:
+        if not self.num_skipped and self.before_order is None:
             return iter(self.sampler)
-        self._rest = _Skipped(self.sampler, self.num_skipped)
+        self._rest = _Skipped(self.sampler, self.num_skipped, self._begin_order)
         return self._rest
+
+    def _begin_order(self) -> None:
+        if self.before_order is not None:
+            self.before_order()
+            self.before_order = None
 
     def step_over(self) -> None:
         """Leave out the first few now, if that has not happened yet."""
@@ -367,9 +389,10 @@ class _SkippingSampler:
 class _Skipped:
     """The rest of a sampler, behind some batches."""
 
-    def __init__(self, sampler: Any, num_skipped: int) -> None:
+    def __init__(self, sampler: Any, num_skipped: int, begin: Callable[[], None]) -> None:
         self._sampler = sampler
         self._num_skipped = num_skipped
+        self._begin = begin
         self._batches: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -380,6 +403,7 @@ class _Skipped:
 
     def step_over(self) -> Iterator[Any]:
         if self._batches is None:
+            self._begin()
             self._batches = self._behind()
         return self._batches
 
@@ -404,6 +428,19 @@ class _Rest:
 
     def __iter__(self) -> Iterator[Any]:
         return self._rest
+
+
+def _restorer(generator: torch.Generator | None) -> Callable[[], None]:
+    """Return a function that undoes every draw made since from the generators of a loader."""
+    rng = capture_rng()
+    own = None if generator is None else generator.get_state()
+
+    def restore() -> None:
+        apply_rng(rng)
+        if generator is not None and own is not None:
+            generator.set_state(own)
+
+    return restore
 
 
 def _is_indexed(sampler: Any) -> bool:
