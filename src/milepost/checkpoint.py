@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ExistsError, MissingError, UsageError
+from .errors import ExistsError, FormatError, MissingError, UsageError
 from .format import canonical, tree
 from .format.digest import BLOCK_BYTES
 from .format.layout import HIDDEN, MANIFEST, METADATA, RUN
@@ -219,8 +219,11 @@ class Checkpoint:
         """Replace what users added to it. The commit does not change.
 
         Raises:
+            MissingError: It was deleted.
             UnsupportedStateError: A value that cannot be stored without running code on load.
         """
+        if not self.is_committed and not self._is_plain_folder():
+            raise MissingError(f"There is no checkpoint at {self.url} any more.", path=self.url)
         body = {"metadata": tree.encode(dict(metadata), path=("metadata",))}
         self.store.put(self._key(METADATA), canonical.dump_record(body))
 
@@ -231,17 +234,26 @@ class Checkpoint:
     def _key(self, file: str) -> str:
         return f"{self.folder}/{file}" if self.folder else file
 
+    def _is_plain_folder(self) -> bool:
+        """Return whether this is a user's own folder, which needs no commit."""
+        return not self.folder and self.state is None
+
     def _single_source(self) -> StateSource:
         """Read a checkpoint of one file, checked, and take it apart."""
         import io
 
-        from .convert.torch_file import items_of, load_torch_file
+        from .convert.torch_file import load_torch_file
         from .engine.read import read_file
         from .state.source import MemorySource
 
         (entry,) = self.manifest.files
         data = read_file(self.store, self._key(entry.path), entry)
-        return MemorySource(self.name, items_of(load_torch_file(io.BytesIO(data))))
+        # Our own file, as its checksum says: nothing in it is guessed at, as in foreign ones.
+        value = load_torch_file(io.BytesIO(data))
+        state = value.get("state") if isinstance(value, Mapping) else None
+        if not isinstance(state, Mapping) or "rng" in state:
+            raise FormatError(f"{self.url} does not hold a state.", path=self.url)
+        return MemorySource(self.name, {**state, "rng": value.get("rng", [])})
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.url!r})"
@@ -380,7 +392,10 @@ def open_checkpoint(place: Place) -> Checkpoint:
     for suffix in ("", *sorted(SUFFIXES.values(), key=len, reverse=True)):
         name = path.name.removesuffix(suffix) if path.name.endswith(suffix) else ""
         if name and (hidden / name / MANIFEST).is_file():
-            return Checkpoint(LocalStore(hidden), name)
+            # A file of that name that somebody put there is not what the records tell of.
+            visible = VisibleFiles(LocalStore(path.parent))
+            if not path.is_file() or visible.is_ours(name, path.name):
+                return Checkpoint(LocalStore(hidden), name)
     if path.is_dir():
         latest = open_run(path).latest()
         if latest is not None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -105,7 +106,9 @@ class Checkpointer:
             max_failed_saves=max_failed_saves,
             link_unchanged=link_unchanged,
         )
-        self.folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))  # noqa: PTH100, PTH111
+        text = os.fspath(folder)
+        is_uri = "://" in text
+        self.folder = text if is_uri else os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
         self.timer = Timer()
         self._async_save = async_save
         self._writer = RunWriter(self.folder, options)
@@ -118,9 +121,10 @@ class Checkpointer:
         self._hand = BatchInHand()
         self._saved_at: tuple[int, int] | None = None
         self._saved: PendingSave[Checkpoint] | None = None
-        self._logged_error: CheckpointError | None = None
+        self._logged_error: Exception | None = None
         self._last: PendingSave[Checkpoint] | None = None
         self._iterated: ResumableLoader | None = None
+        self._is_rolled_back = False
         self._total_epochs: int | None = None
         self._is_open = False
         self._resumption = Resumption(self._tracked, self._writer, self._hand, strict=strict)
@@ -170,10 +174,10 @@ class Checkpointer:
         """
         if self._is_open:
             return self
+        _refuse_several_workers()
         self._watch()
-        self._writer.open(self._resumption.resume, origin=origin)
-        if self.load_report is not None:
-            self.load_report.notes.extend(self._writer.notes)
+        self._writer.open(self._resumption.resume, check=self._resumption.check, origin=origin)
+        self._resumption.tell()
         self._is_open = True
         if self._signals is not None:
             self._signals.install()
@@ -213,17 +217,26 @@ class Checkpointer:
     ) -> None:
         if error is None:
             self.close()
+            if self.stop_signal is not None:  # it came after the last look at it
+                raise Preempted(self.stop_signal, self._last.name if self._last else None)
             return
-        try:
-            if not isinstance(error, Preempted | CheckpointError):
-                self.save_after_error()
-            self.close()
-        except CheckpointError as second:
-            # The error that ended the loop is the one to see; this one is told beside it.
-            _log.error("While ending after %s: %s", type(error).__name__, second)
-            self._logged_error = second
+        # The error that ended the loop is the one to see; what fails now is told beside it.
+        if not isinstance(error, Preempted | CheckpointError):
+            self._tell_failure_of(self.save_after_error, error)
+        is_preempted = isinstance(error, Preempted)
+        grace_s = self.grace_left_s if is_preempted and self._signals else None
+        self._tell_failure_of(lambda: self.close(grace_s), error)
         if self._logged_error and isinstance(error, SystemExit) and not error.code:
             raise self._logged_error  # the process must not end as if all were well
+
+    def _tell_failure_of(self, work: Callable[[], object], error: BaseException) -> None:
+        try:
+            work()
+        except Exception as second:  # noqa: BLE001 - told beside the error that matters
+            _log.error("While ending after %s: %s", type(error).__name__, second)
+            if hasattr(error, "add_note"):
+                error.add_note(f"milepost: {second}")
+            self._logged_error = second
 
     # -- state of the run ----------------------------------------------------------------------
 
@@ -282,7 +295,10 @@ class Checkpointer:
         self._total_epochs = total
         while self.timer.epoch < total:
             yield self.timer.epoch
-            self._end_epoch(is_last=self.timer.epoch + 1 >= total)
+            if self._is_rolled_back:
+                self._is_rolled_back = False  # the epoch goes on from where the restore led
+            else:
+                self._end_epoch(is_last=self.timer.epoch + 1 >= total)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches that are left of an epoch.
@@ -303,11 +319,13 @@ class Checkpointer:
             self.track(loader=loader)
         self._resumption.settle()
         resumable = self._loaders[id(loader)]
-        self._iterated = resumable
+        self._iterated, self._is_rolled_back = resumable, False
         resumable.set_epoch(self.timer.epoch)
         for batch in resumable.iterate(self.take_rng()):
             self._hand.take(resumable, num_samples(batch))
             yield batch
+            if self._is_rolled_back:
+                return
             self._put_down()
         if resumable.position == 0:
             raise UsageError(
@@ -323,6 +341,7 @@ class Checkpointer:
         Raises:
             Preempted: A signal asked us to end; the state is saved.
         """
+        self.take_rng()  # that of the resumed checkpoint is history now
         self.timer.on_batch_complete(num_samples, num_tokens)
         counters = self.timer.snapshot()
         if not self._left_to_epoch_end(counters):
@@ -357,6 +376,7 @@ class Checkpointer:
                 pending.check_done(self.grace_left_s if self._signals else None)
             self._log_earlier_errors()
             if pending is None or pending.exception() is not None:
+                self._writer.wait_for_writing(self.grace_left_s if self._signals else None)
                 pending = self.save(reason="signal")
             return pending.wait(self.grace_left_s if self._signals else None).name
         except CheckpointError as error:
@@ -476,8 +496,10 @@ class Checkpointer:
         """
         if not self._is_open:
             return None
-        rng = None
-        if self._hand.is_held:
+        rng: Mapping[str, Any] | None = None
+        if self._iterated is not None and self._iterated.is_fetching:
+            rng = self._iterated.fetch_rng  # what the loader drew before it failed is drawn again
+        elif self._hand.is_held:
             rng = self._hand.give_back() if self._hand.is_undone_by_repeating else None
             self._hand.put_down()
             if rng is None:
@@ -512,8 +534,12 @@ class Checkpointer:
     ) -> LoadReport:
         """Restore tracked objects from a checkpoint.
 
+        In the body of :meth:`batches` this rolls the training back: the loop over the batches ends,
+        and that over :meth:`epochs` goes on in the restored epoch.
+
         Args:
-            source: Name of a checkpoint of this run, a path, or a handle; by default the newest.
+            source: Name of a checkpoint of this run, a path (with a slash), or a handle; by default
+                the newest.
             items: Only these; ``None`` restores everything, random generators included.
             strict: Overrides the strictness given at construction.
             trust: Whether a ``.pt`` file may run code when it is opened.
@@ -522,8 +548,14 @@ class Checkpointer:
             MissingError: There is no such checkpoint.
             MismatchError: It does not fit; nothing was changed then.
         """
+        if self._is_open:
+            self._writer.wait_for_writing(None)  # retention must not delete what is being read
         found = self._resumption.find(source, trust=trust)
+        if items is None:
+            self._hand.put_down()
         report = self._resumption.restore(found, items=items, strict=strict)
+        if items is None:
+            self._is_rolled_back = self._iterated is not None
         self._schedule.start(self.timer.snapshot())
         self._saved_at = None
         return report
@@ -612,6 +644,7 @@ class Checkpointer:
         if self._hand.is_held and not self._hand.is_untouched:
             self.timer.on_batch_complete(self._hand.num_samples or 0)
         self._hand.put_down()
+        self.take_rng()
         for loader in self._loaders.values():
             loader.end_epoch()
         self._iterated = None
@@ -660,3 +693,18 @@ class Checkpointer:
                 "The checkpointer is not open.",
                 hint="Use it in a with block, or call open() first.",
             )
+
+
+def _refuse_several_workers() -> None:
+    """Refuse to start in one of several processes, which would fence each other."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1") or "1")
+    if world_size > 1 or (dist.is_available() and dist.is_initialized() and _world_size() > 1):
+        raise UsageError(
+            "This is one of several workers, and a run is written by one process in this version.",
+            safe="Nothing was touched.",
+            hint="Save from one process, without WORLD_SIZE and outside of a process group.",
+        )
+
+
+def _world_size() -> int:
+    return int(dist.get_world_size())

@@ -7,6 +7,7 @@ before everything stored has found its object.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from .state.tracked import RESERVED_ITEMS, Tracked
 from .writer import RunWriter
 
 __all__ = ["Resumption"]
+
+_log = logging.getLogger("milepost")
 
 
 class Resumption:
@@ -49,6 +52,24 @@ class Resumption:
         self.report: LoadReport | None = None
         self.rng: Mapping[str, Any] | None = None
         self.is_final = False
+        self._gradients: Mapping[str, Any] = {}
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Compare a checkpoint with the tracked objects, before a session is opened for it.
+
+        Raises:
+            MismatchError: It does not fit.
+        """
+        source = checkpoint.source()
+        late = set(source.trees) - set(self._tracked) - set(RESERVED_ITEMS)
+        self._tracked.check(source, expected=late)
+
+    def tell(self) -> None:
+        """Put into the report, and into the log, what a user should know about the resume."""
+        if self.report is None:
+            return
+        self.report.notes.extend(self._writer.notes)
+        _log.info("%s", self.report.summary())
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore everything tracked so far.
@@ -63,6 +84,7 @@ class Resumption:
         self.report = self._tracked.restore(source, expected=late)
         self._restore_extras(source)
         self._source, self._unclaimed = source, late
+        self.report.notes.extend(checkpoint.manifest.notes)
         self.is_final = checkpoint.is_final
         if late:
             self._writer.protected.add(checkpoint.manifest.name)
@@ -114,7 +136,10 @@ class Resumption:
             )
         if unclaimed != self._unclaimed:
             return
-        self._unclaimed, self._source = set(), None
+        if self._source is not None and self._gradients:
+            # Once more, for parameters of optimizers that were tracked after the resume.
+            self._hand.restore_gradients(self._gradients, self._tracked.parameter_names())
+        self._unclaimed, self._source, self._gradients = set(), None, {}
         self._writer.protected.clear()
 
     def restore(
@@ -141,9 +166,7 @@ class Resumption:
             return latest.source()
         is_name = isinstance(source, str) and "/" not in source
         if is_name and self._writer.session is not None:
-            names = {found.name for found in run.view.found}
-            if source in names:
-                return run.get(str(source)).source()
+            return run.get(str(source)).source()
         return open_source(source, trust=trust)
 
     def take_rng(self) -> Mapping[str, Any] | None:
@@ -153,8 +176,8 @@ class Resumption:
 
     def _restore_extras(self, source: StateSource) -> None:
         """Restore what a run saves beside the tracked objects."""
-        gradients = load_item(source, "gradients") if "gradients" in source.trees else {}
-        self._hand.restore_gradients(gradients, self._tracked.parameter_names())
+        self._gradients = load_item(source, "gradients") if "gradients" in source.trees else {}
+        self._hand.restore_gradients(self._gradients, self._tracked.parameter_names())
         states = load_item(source, "rng") if "rng" in source.trees else []
         if states:
             apply_rng(states[0])

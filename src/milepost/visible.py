@@ -8,6 +8,8 @@ people; nothing is decided by it. Removing it by hand leaves the checkpoint in p
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from pathlib import Path
 
 from .errors import ExistsError, MissingError
 from .format.layout import HIDDEN
@@ -54,7 +56,32 @@ class VisibleFiles:
         except MissingError:
             self.show(manifest)
 
-    def hide(self, name: str) -> None:
-        """Remove the visible name of a checkpoint that was deleted."""
-        for suffix in SUFFIXES.values():
-            self._base.delete(f"{name}{suffix}")
+    def hide(self, names: Iterable[str]) -> None:
+        """Remove the visible names of checkpoints that are about to be deleted.
+
+        Files of another origin that bear such a name are left alone.
+        """
+        for name in names:
+            for suffix in SUFFIXES.values():
+                if self.is_ours(name, f"{name}{suffix}"):
+                    self._base.delete(f"{name}{suffix}")
+
+    def is_ours(self, name: str, visible: str) -> bool:
+        """Return whether a visible file is the one that a checkpoint's record tells of.
+
+        Args:
+            name: The checkpoint.
+            visible: Name of the file in the folder that people look at.
+        """
+        hidden = f"{HIDDEN}/{name}/{visible}"
+        try:
+            sizes = {self._base.head(key).size_bytes for key in (hidden, visible)}
+        except MissingError:
+            return False
+        paths = [self._base.local_path(key) for key in (hidden, visible)]
+        if None in paths or not self._base.traits.hard_links:
+            return len(sizes) == 1
+        first, second = (Path(path).stat() for path in paths if path is not None)
+        is_linked = (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+        # Where the system refuses hard links the second name is a copy.
+        return is_linked or (len(sizes) == 1 and first.st_nlink == 1 == second.st_nlink)

@@ -32,7 +32,7 @@ from .exit_check import unwatch, watch
 from .format.layout import HIDDEN
 from .format.manifest import Manifest
 from .runs.keep import KeepPolicy
-from .runs.prune import decide, prune, sweep
+from .runs.prune import decide, delete_checkpoint, prune, sweep
 from .runs.publish import point_latest
 from .runs.scan import Found, RunView, State, scan
 from .runs.sessions import Origin, Session, ensure_run, open_session, read_run, record_origin
@@ -46,6 +46,9 @@ from .visible import VisibleFiles
 __all__ = ["Resume", "RunWriter", "WriterOptions"]
 
 _log = logging.getLogger("milepost")
+
+KEPT_DIAGNOSTICS = 3
+"""Diagnostic checkpoints of one kind that are kept, the newest ones."""
 
 Resume = Literal["never", "auto", "must"]
 
@@ -112,12 +115,14 @@ class RunWriter:
         """Return a fresh handle on the run."""
         return Run(self.store)
 
-    def open(self, restore: Restore, *, origin: Checkpoint | None = None) -> None:
+    def open(self, restore: Restore, *, check: Restore, origin: Checkpoint | None = None) -> None:
         """Begin a session.
 
         Args:
             restore: Restores the live objects from a checkpoint; called with older and older ones
                 as long as it raises an error about damage.
+            check: Compares a checkpoint with the live objects. Called before the session is
+                opened, so that a start that cannot succeed does not fence a run that is well.
             origin: Go on from this checkpoint of the run instead of the newest; later ones are then
                 off the lineage.
 
@@ -129,7 +134,11 @@ class RunWriter:
         """
         self._check_layout()
         if origin is None:
-            self._check_resume(self._look())
+            view = self._look()
+            self._check_resume(view)
+            self._check_fit(view, check)
+        else:
+            check(origin)
         record = ensure_run(self.store, layout=self.options.save_format)
         session = open_session(self.store, record)
         view = scan(self.store)
@@ -156,8 +165,9 @@ class RunWriter:
         watch(self._unsettled, is_fatal=self.options.on_save_error == "raise")
 
     def close(self) -> None:
-        """Leave the run. The save in flight, if any, goes on; see :meth:`wait`."""
-        unwatch(self._unsettled)
+        """Leave the run. A save that is still in flight goes on, and is looked at when it ends."""
+        if not self._unsettled:
+            unwatch(self._unsettled)
         self._saver = None  # it refers back to us, and holds memory of the size of the state
 
     def save(self, items: Sequence[PackedItem], request: SaveRequest) -> PendingSave[Checkpoint]:
@@ -176,6 +186,7 @@ class RunWriter:
             CheckpointError: With ``raise``: the error of the first save that failed.
             SaveFailedError: With ``warn``: too many saves in a row failed.
         """
+        first: BaseException | None = None
         while self._unsettled and self._unsettled[0].done():
             pending = self._unsettled.pop(0)
             error = pending.unreported_error
@@ -184,15 +195,15 @@ class RunWriter:
                 continue
             pending.exception()
             self._num_failed += 1
-            if self.options.on_save_error == "raise" or isinstance(error, FencedError):
-                raise error
-            _log.warning("The save of %s failed: %s", pending.name, error)
-            if self._num_failed > self.options.max_failed_saves:
-                raise SaveFailedError(
-                    f"{self._num_failed} saves in a row failed; the last one was {pending.name}.",
-                    safe="Checkpoints that were committed before are intact.",
-                    hint=f"The place is {self.store.url}.",
-                ) from error
+            is_fatal = self.options.on_save_error == "raise" or isinstance(error, FencedError)
+            if is_fatal and first is None:
+                first = error
+            else:
+                _log.warning("The save of %s failed: %s", pending.name, error)
+            if not is_fatal and self._num_failed > self.options.max_failed_saves:
+                first = first or self._too_many(pending.name, error)
+        if first is not None:
+            raise first
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the save in flight and act on how it ended.
@@ -203,6 +214,24 @@ class RunWriter:
         for pending in list(self._unsettled):
             pending.check_done(timeout_s)
         self.settle()
+
+    def wait_for_writing(self, timeout_s: float | None) -> None:
+        """Wait until nothing is being written, whatever came of it.
+
+        Raises:
+            DeadlineError: It did not end in time.
+        """
+        for pending in list(self._unsettled):
+            pending.check_done(timeout_s)
+
+    def _too_many(self, name: str, error: BaseException) -> SaveFailedError:
+        failed = SaveFailedError(
+            f"{self._num_failed} saves in a row failed; the last one was {name}.",
+            safe="Checkpoints that were committed before are intact.",
+            hint=f"The place is {self.store.url}.",
+        )
+        failed.__cause__ = error
+        return failed
 
     def _look(self) -> RunView | None:
         try:
@@ -239,6 +268,18 @@ class RunWriter:
                 hint='Use resume="auto" for the first start.',
                 path=self._base.url,
             )
+
+    def _check_fit(self, view: RunView | None, check: Restore) -> None:
+        newest = None if view is None else view.latest()
+        if newest is None:
+            return
+        try:
+            check(Checkpoint(self.store, newest.name, state=newest.state))
+        except NewerFormatError:
+            raise
+        except (FormatError, MissingError) as error:
+            # Damage is dealt with when the session is open: an older one is taken then.
+            _log.info("%s could not be compared: %s", newest.name, error)
 
     def _restore(self, view: RunView, restore: Restore, origin: Checkpoint | None) -> Found | None:
         """Restore the newest checkpoint that is whole, and return it."""
@@ -279,6 +320,7 @@ class RunWriter:
                 "folder.",
                 path=self.store.url,
             )
+        self._check_orphans(view)
         self._check_only_attempts(view)
         return None
 
@@ -288,6 +330,27 @@ class RunWriter:
             note = f"Damaged checkpoints were passed over; going on from {used}:\n  {listed}"
             _log.warning(note)
             self.notes.append(note)
+
+    def _check_orphans(self, view: RunView) -> None:
+        """Never leave whole checkpoints behind in silence."""
+        orphans = [found.name for found in view.found if found.state is State.ORPHANED]
+        if not orphans:
+            return
+        names = ", ".join(orphans[-5:])
+        if self.options.resume == "must":
+            raise MissingError(
+                f"No checkpoint of {self.store.url} counts; there are only some that the run did "
+                f"not go on from: {names}.",
+                safe="They are whole and can be loaded by name.",
+                hint="To go on from one of them name it: load_path_format, or restore(NAME).",
+                path=self.store.url,
+            )
+        _log.warning(
+            "The run at %s starts from the beginning although it holds %s, which it did not go on "
+            "from before either.",
+            self.store.url,
+            names,
+        )
 
     def _check_only_attempts(self, view: RunView) -> None:
         """Start afresh beside attempts only if it is certain that none of them was a checkpoint."""
@@ -327,9 +390,10 @@ class RunWriter:
         """Show the new checkpoint to people and apply retention. Runs in the background thread."""
         checkpoint = Checkpoint(self.store, manifest.name, state=State.COMMITTED)
         if "/" in manifest.name:
+            self._prune_diagnostics(manifest.name.partition("/")[0])
             return checkpoint
         if self.options.save_format == "torch":
-            self._visible.show(manifest)
+            self._show(manifest)
         else:
             problem = point_latest(self.store, manifest.name)
             if problem is not None:
@@ -343,10 +407,10 @@ class RunWriter:
             decisions = decide(
                 scan(self.store), self.options.keep, protect=frozenset(self.protected)
             )
-            report = prune(self.store, decisions, session=self.session)
             if self.options.save_format == "torch":
-                for name in report.deleted:
-                    self._visible.hide(name)
+                # Before the checkpoints go: a stop in between leaves no name without a checkpoint.
+                self._visible.hide(one.name for one in decisions if not one.keep)
+            report = prune(self.store, decisions, session=self.session)
         except FencedError:
             raise
         except CheckpointError as error:
@@ -354,6 +418,22 @@ class RunWriter:
             return
         for name, reason in report.errors.items():
             _log.warning("The checkpoint %s was to be deleted and was not: %s", name, reason)
+
+    def _show(self, manifest: Manifest) -> None:
+        try:
+            self._visible.show(manifest)
+        except CheckpointError as error:
+            _log.warning("%s is committed, but not visible: %s", manifest.name, error)
+
+    def _prune_diagnostics(self, folder: str) -> None:
+        """Keep the newest few diagnostic checkpoints of a kind; a crash loop must end somewhere."""
+        try:
+            found = [f for f in scan(self.store).found if f.name.startswith(f"{folder}/")]
+            whole = [f for f in found if f.state is State.DIAGNOSTIC and not f.is_pinned]
+            for old in whole[:-KEPT_DIAGNOSTICS]:
+                delete_checkpoint(self.store, old.name)
+        except CheckpointError as error:
+            _log.warning("Old checkpoints in %s/ were not removed: %s", folder, error)
 
 
 def _countable(view: RunView) -> list[Found]:

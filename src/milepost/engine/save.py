@@ -136,7 +136,13 @@ class Saver(Generic[T]):
         waited_s = time.perf_counter() - started_s
         self._plan = make_plan(items, self._plan)
         planned_s = time.perf_counter() - started_s - waited_s
-        staged = self._stager.stage(self._plan, items)
+        try:
+            staged = self._stager.stage(self._plan, items)
+        except BaseException:
+            # What the arena holds now belongs to no checkpoint: nothing may be linked for it.
+            self._stager.forget()
+            self._linkable.clear()
+            raise
         for part in staged:
             if not part.is_unchanged:
                 self._linkable.pop(part.plan.file, None)
@@ -153,7 +159,11 @@ class Saver(Generic[T]):
         trees = {item.name: item.tree for item in items}
         work = _Work(request, self._attempt, staged, trees, stats, pending)
         self._current = pending
-        threading.Thread(target=self._run, args=(work,), name="milepost-save").start()
+        try:
+            threading.Thread(target=self._run, args=(work,), name="milepost-save").start()
+        except BaseException as error:
+            pending.fail(error)  # or whoever waits for it would wait for ever
+            raise
         return pending
 
     def _run(self, work: _Work[T]) -> None:

@@ -6,6 +6,7 @@ when the state is whole. A handler that was installed before is still called.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -32,6 +33,7 @@ class StopSignals:
         self._clock = clock
         self._at_s = 0.0
         self._previous: dict[int, Any] = {}
+        self._pid = os.getpid()
 
     def install(self) -> None:
         """Begin to watch. Does nothing outside the main thread, where Python allows no handlers."""
@@ -55,6 +57,11 @@ class StopSignals:
         return max(0.0, self.grace_s - (self._clock() - self._at_s))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A forked child has inherited this handler, and nobody there would look at the note.
+            signal.signal(number, self._previous.get(number) or signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if self.received is None:
             self.received, self._at_s = number, self._clock()
         previous = self._previous.get(number)

@@ -55,6 +55,8 @@ class ResumableLoader:
         self._num_begun = 0
         self.fetch_rng: dict[str, Any] | None = None
         """The random state right before the newest batch was fetched."""
+        self.is_fetching = False
+        """Whether a batch is being fetched: an error now has come out of the loader."""
 
     @property
     def num_batches(self) -> int | None:
@@ -127,11 +129,13 @@ class ResumableLoader:
         # collection comes by.
         self._was_iterated = True
         while True:
-            self.fetch_rng = capture_rng()
+            self.fetch_rng, self.is_fetching = capture_rng(), True
             try:
                 batch = next(iterator)
             except StopIteration:
+                self.is_fetching = False
                 return
+            self.is_fetching = False
             self._position += 1
             yield batch
 

@@ -123,6 +123,27 @@ class Tracked:
             MismatchError: What is stored does not fit; nothing was changed then.
         """
         strict = self.strict if strict is None else strict
+        report, present = self._compare(source, items=items, expected=expected)
+        if strict:
+            report.require_exact()
+        for name in sorted(present, key=self._order):
+            self._parts[name].apply(source, name, report)
+        return report
+
+    def check(self, source: StateSource, *, expected: Collection[str] = ()) -> None:
+        """Compare a stored state with the tracked objects, and change nothing.
+
+        Raises:
+            MismatchError: It does not fit, and must.
+        """
+        report, _ = self._compare(source, items=None, expected=expected)
+        if self.strict:
+            report.require_exact()
+
+    def _compare(
+        self, source: StateSource, *, items: Collection[str] | None, expected: Collection[str]
+    ) -> tuple[LoadReport, list[str]]:
+        """Return what fits and what does not, and the items that are on both sides."""
         report = LoadReport(source.name)
         names = [name for name in self._parts if items is None or name in items]
         present = [name for name in names if name in source.trees]
@@ -132,11 +153,7 @@ class Tracked:
             report.unexpected.extend(name for name in source.trees if name not in known)
         for name in present:
             self._parts[name].check(source, name, report)
-        if strict:
-            report.require_exact()
-        for name in sorted(present, key=self._order):
-            self._parts[name].apply(source, name, report)
-        return report
+        return report, present
 
     def reapply_optimizer_options(self, source: StateSource) -> None:
         """Restore learning rates once more, after a scheduler was built on a restored optimizer."""

@@ -62,10 +62,9 @@ def prune(  # noqa: PLR0913 - one option for each policy
     if not as_json:
         _print_plan(decisions, sizes, why=why)
     is_going = bool(victims) and not dry_run and _may_delete(len(victims), yes=yes, quiet=as_json)
+    if is_going and opened.visible is not None:
+        opened.visible.hide(victims)
     report = prune_run(opened.store, decisions) if is_going else PruneReport()
-    if opened.visible is not None:
-        for name in report.deleted:
-            opened.visible.hide(name)
     if as_json:
         print_json(_record(policies, decisions, sizes, report, is_dry_run=dry_run))
     elif is_going:
