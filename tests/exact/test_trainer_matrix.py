@@ -166,7 +166,7 @@ def test_three_resumes_in_a_row(server: Server, tmp_path: Path) -> None:
 
 
 def _train_through_signals(
-    server: Server, tmp_path: Path, *, number: int, seed: int, times: int, longest_s: float
+    server: Server, tmp_path: Path, *, number: int, seed: int, times: int
 ) -> list[int]:
     """Signal a training again and again, let it end, compare it, return the exit codes."""
     cell = cells.Cell("plain", 0.5, 0, 1)
@@ -179,7 +179,12 @@ def _train_through_signals(
         "result": str(tmp_path / "whole"),
     }
     codes = [
-        server.start(**job, signal=number, after_s=moments.uniform(0.0, longest_s))
+        server.start(
+            **job,
+            signal=number,
+            num_events=moments.randrange(1, 60),
+            after_s=moments.choice((0.0, moments.uniform(0.0, 0.1))),
+        )
         for _ in range(times)
     ]
     assert_equal_states(server.run(**job), expected)
@@ -188,9 +193,7 @@ def _train_through_signals(
 
 def test_kills_at_random_moments_change_nothing(server: Server, tmp_path: Path) -> None:
     """Each start goes on from the newest checkpoint, and the end is that of the straight run."""
-    codes = _train_through_signals(
-        server, tmp_path, number=signal.SIGKILL, seed=1, times=6, longest_s=0.6
-    )
+    codes = _train_through_signals(server, tmp_path, number=signal.SIGKILL, seed=1, times=6)
     assert -signal.SIGKILL in codes
 
 
@@ -201,16 +204,12 @@ def test_many_kills_at_random_moments_change_nothing(
     server: Server, tmp_path: Path, seed: int
 ) -> None:
     """The same with more of them."""
-    _train_through_signals(
-        server, tmp_path, number=signal.SIGKILL, seed=seed, times=15, longest_s=0.8
-    )
+    _train_through_signals(server, tmp_path, number=signal.SIGKILL, seed=seed, times=15)
 
 
 def test_preemptions_at_random_moments_change_nothing(server: Server, tmp_path: Path) -> None:
     """SIGTERM is answered with a checkpoint and the documented exit code."""
-    codes = _train_through_signals(
-        server, tmp_path, number=signal.SIGTERM, seed=2, times=6, longest_s=0.6
-    )
+    codes = _train_through_signals(server, tmp_path, number=signal.SIGTERM, seed=2, times=6)
     assert 128 + signal.SIGTERM in codes
     assert set(codes) <= {0, 128 + signal.SIGTERM, -signal.SIGTERM}
 

@@ -239,16 +239,23 @@ def resume(cell: Cell, checkpoint: str, *, scramble: int, **options: Any) -> dic
 
 
 class Tell(Callback):
-    """Tells through a pipe that the training has begun."""
+    """Tells through a pipe that the training has come to its n-th event, and waits a little.
 
-    def __init__(self, told: int) -> None:
-        self.told = told
+    The parent sends its signal then or a moment later, so some signals come at a known place and
+    others anywhere, in a write of a background thread for example.
+    """
 
-    def fit_start(self, state: Any) -> None:
-        os.write(self.told, b"!")
+    def __init__(self, told: int, num_events: int) -> None:
+        self.told, self.num_events = told, num_events
+
+    def run_event(self, event: Event, state: Any) -> None:
+        self.num_events -= 1
+        if self.num_events == 0:
+            os.write(self.told, b"!")
+            time.sleep(0.05)
 
 
-def whole(cell: Cell, folder: str, *, told: int) -> dict[str, Any]:
+def whole(cell: Cell, folder: str, *, told: int, num_events: int) -> dict[str, Any]:
     """Train the run in a folder to its end, from wherever it is."""
     trainer = make_trainer(
         cell,
@@ -265,7 +272,7 @@ def whole(cell: Cell, folder: str, *, told: int) -> dict[str, Any]:
         trainer.state.model.load_state_dict(fresh.state.model.state_dict())
         trainer.state.algorithms[0].apply(Event.INIT, trainer.state)
         seed_everything(3)
-    trainer.state.callbacks.append(Tell(told))
+    trainer.state.callbacks.append(Tell(told, num_events))
     trainer.fit()
     trainer.state.callbacks.pop()
     trainer.close()
@@ -323,7 +330,7 @@ def run_job(job: dict[str, Any]) -> None:
             for number, point in enumerate(job["points"])
         ]
     elif job["kind"] == "whole":
-        result = whole(cell, job["folder"], told=job["told"])
+        result = whole(cell, job["folder"], told=job["told"], num_events=job.get("num_events", 0))
     else:
         result = train_part(cell, job["folder"], job["until"], scramble=job["scramble"])
     if "result" in job:
