@@ -21,6 +21,7 @@ from . import canonical
 __all__ = [
     "ITEM_SIZES",
     "MAX_HEADER_BYTES",
+    "MAX_TENSORS",
     "PAGE_BYTES",
     "StoredTensor",
     "encode_header",
@@ -30,6 +31,9 @@ __all__ = [
 
 PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 64 * 1024 * 1024
+MAX_TENSORS = 200_000
+"""Most tensors in one part. The table of so many takes about 170 MB of memory while it is read."""
+
 MAX_RANK = 64
 MAX_NAME_CHARS = 4096
 _METADATA = "__metadata__"
@@ -54,6 +58,17 @@ ITEM_SIZES: Mapping[str, int] = {
     "C64": 8,
 }
 """Bytes of one element, by the dtype codes of the container."""
+
+_MAX_MARKS: Mapping[bytes, int] = {
+    # An entry has 10 quotes, 4 colons, 2 opening brackets, 1 opening brace, and as many commas as
+    # its shape has dimensions, and 3 more. What is above that is for odd names and the metadata.
+    b'"': 12 * MAX_TENSORS,
+    b":": 6 * MAX_TENSORS,
+    b"[": 4 * MAX_TENSORS,
+    b"{": 3 * MAX_TENSORS,
+    b",": 16 * MAX_TENSORS,
+}
+"""How often each mark of JSON may stand in a header: it bounds the objects that parsing makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +112,8 @@ def encode_header(
         in the given order.
 
     Raises:
-        FormatError: A name that stands twice, is reserved or is too long, or too many tensors.
+        FormatError: A name that stands twice, is reserved or is too long, or more tensors than
+            ``MAX_TENSORS``.
     """
     header: dict[str, object] = {}
     if metadata:
@@ -118,6 +134,11 @@ def encode_header(
         }
         placed.append((key, dtype, shape, position, position + num_bytes))
         position += num_bytes
+    if len(placed) > MAX_TENSORS:
+        raise FormatError(
+            f"A part holds at most {MAX_TENSORS:,} tensors, and not {len(placed):,}.",
+            hint="Split the state over several items.",
+        )
     body = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode("ascii")
     total = -(-(8 + len(body)) // PAGE_BYTES) * PAGE_BYTES
     body = body.ljust(total - 8, b" ")
@@ -161,10 +182,14 @@ def parse_header(header: bytes, *, size_bytes: int, where: str) -> dict[str, Sto
     Raises:
         FormatError: Anything else.
     """
+    if any(header.count(mark) > limit for mark, limit in _MAX_MARKS.items()):
+        raise _too_many(where)
     table = canonical.load(header, where=f"the header of {where}", max_bytes=MAX_HEADER_BYTES)
     if not isinstance(table, dict):
         raise FormatError(f"The header of {where} is not a table.", path=where)
     table.pop(_METADATA, None)
+    if len(table) > MAX_TENSORS:
+        raise _too_many(where)
     base = 8 + len(header)
     entries = {key: _entry(key, value, base, where) for key, value in table.items()}
     position = base
@@ -181,6 +206,13 @@ def parse_header(header: bytes, *, size_bytes: int, where: str) -> dict[str, Sto
             path=where,
         )
     return entries
+
+
+def _too_many(where: str) -> FormatError:
+    return FormatError(
+        f"The header of {where} describes more than the {MAX_TENSORS:,} tensors that a part holds.",
+        path=where,
+    )
 
 
 def _entry(key: str, value: object, base: int, where: str) -> StoredTensor:

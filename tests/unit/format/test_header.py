@@ -190,3 +190,50 @@ def test_many_small_entries_are_parsed():
     """Tens of thousands of tensors in one header are a large model, not an attack."""
     entries = {f"t{i}": entry("U8", [1], [i, i + 1]) for i in range(20_000)}
     assert len(parse(table(**entries), 20_000)) == 20_000
+
+
+ENTRY = '"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+ESCAPED = ENTRY.replace("dtype", "\\u0064type")
+TOO_MANY = header.MAX_TENSORS + 1
+
+
+def joined(unit: str, count: int) -> bytes:
+    return ("{" + ",".join(unit % number for number in range(count)) + "}").encode()
+
+
+@pytest.mark.parametrize(
+    ("unit", "count"),
+    [
+        (ENTRY, 1_000_000),
+        (ESCAPED, 1_000_000),
+        ('"%x":1', 4_000_000),
+        ('"%x":[[[[[[]]]]]]', 500_000),
+        ('"%x":[' + "1.5," * 200 + "1]", 50_000),
+    ],
+    ids=["tensors", "escaped", "pairs", "lists", "numbers"],
+)
+def test_a_header_bomb_is_not_parsed(monkeypatch, unit, count):
+    """Its 50 MiB would become gigabytes of objects before the first entry is looked at."""
+    monkeypatch.setattr(header.canonical, "load", lambda *_, **__: pytest.fail("it was parsed"))
+    with pytest.raises(FormatError, match="more than the 200,000 tensors"):
+        parse(joined(unit, count), 0)
+
+
+def test_one_tensor_too_many_is_refused_however_it_is_spelt():
+    """The look at the marks is rough; the count of the entries is exact."""
+    with pytest.raises(FormatError, match="more than the 200,000 tensors"):
+        parse(joined(ESCAPED, TOO_MANY), 0)
+
+
+def test_what_would_not_be_read_is_not_written():
+    """The refusal must come while the state is still in memory."""
+    rows = ((f"{number:x}", "U8", (0,), 0) for number in range(TOO_MANY))
+    with pytest.raises(FormatError, match="Split the state"):
+        header.encode_header(rows)
+
+
+def test_the_largest_part_is_read():
+    """With names that hold the marks of JSON themselves."""
+    names = (f'a:b[{number:x}]{{,,"' for number in range(header.MAX_TENSORS))
+    head, _ = header.encode_header((name, "U8", (0, 1, 1, 1), 0) for name in names)
+    assert len(parse(head[8:], 0)) == header.MAX_TENSORS
