@@ -13,7 +13,7 @@ from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
 from ..tensors.unpack import leaf_tag, unpack_item
 from .names import name_cleaner, unwrap
 from .report import LoadReport
-from .source import StateSource, load_item
+from .source import StateSource, load_item, new_tensor
 
 __all__ = ["ModelPart", "load_weights"]
 
@@ -146,11 +146,11 @@ class ModelPart:
         for stored, value in matches.values():
             tag = tree[stored]
             key = leaf_tag(tag)
-            dtype = dtype_of_code(infos[key].code)
-            if "dtype" not in tag and value.dtype is dtype:
+            is_dtype = value.dtype is dtype_of_code(infos[key].code)
+            if "dtype" not in tag and is_dtype:
                 wanted.append((item, key, value))
             else:
-                raw = torch.empty(infos[key].shape, dtype=dtype)
+                raw = new_tensor(infos[key])
                 wanted.append((item, key, raw))
                 later.append((value, tag, {key: raw}))
         source.read(wanted)

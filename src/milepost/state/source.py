@@ -98,11 +98,26 @@ class MemorySource:
 
 
 def new_tensor(info: TensorInfo) -> Tensor:
-    """Return an uninitialised CPU tensor of the stored dtype and shape."""
+    """Return an uninitialised CPU tensor of the stored dtype and shape.
+
+    Raises:
+        FormatError: There is no such dtype, or no tensor can have such a shape.
+    """
     dtype = dtype_of_code(info.code)
     if dtype is None:
         raise FormatError(f"This version of torch has no dtype for {info.code!r}.")
-    return torch.empty(info.shape, dtype=dtype)
+    try:
+        return torch.empty(info.shape, dtype=dtype)
+    except (RuntimeError, TypeError):
+        _check_shape(info.shape, dtype)
+        raise  # a possible shape: there is not enough memory for it
+
+
+def _check_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    try:
+        torch.empty(shape, dtype=dtype, device="meta")  # takes no memory
+    except (RuntimeError, TypeError) as error:
+        raise FormatError(f"No tensor can have the stored shape {list(shape)}: {error}.") from error
 
 
 def load_item(source: StateSource, item: str) -> Any:
