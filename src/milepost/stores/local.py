@@ -30,11 +30,10 @@ from ..format.layout import check_key
 from . import posix
 from .base import Entry, Names, Traits
 from .blocks import LocalReader, LocalWriter
+from .folders import holds_key, is_folder, scan_folder
 from .temporary import clock_s, temporary_files
 
 __all__ = ["LocalStore"]
-
-Entries = list[tuple[str, os.DirEntry[str]]]
 
 _MAKE_TRIES = 8
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
@@ -122,9 +121,10 @@ class LocalStore:
 
         Files whose names could not be keys are not ours and are left out.
         """
-        for name, entry in self._scan(folder):
-            key = f"{folder}/{name}" if folder else name
-            if _is_folder(entry):
+        before = f"{check_key(folder, where=self.url)}/" if folder else ""
+        for name, entry in scan_folder(self._root, folder):
+            key = before + name
+            if is_folder(entry):
                 yield from self.list(key)
             elif entry.is_file(follow_symlinks=False):
                 try:
@@ -137,13 +137,12 @@ class LocalStore:
 
     def folders(self, folder: str = "") -> Names:
         """Return the names directly below a folder that have keys below them, sorted."""
-        names = []
-        for name, entry in self._scan(folder):
-            if _is_folder(entry):
-                below = self.list(f"{folder}/{name}" if folder else name)
-                if next(below, None) is not None:
-                    names.append(name)
-        return sorted(names)
+        before = f"{check_key(folder, where=self.url)}/" if folder else ""
+        return sorted(
+            name
+            for name, entry in scan_folder(self._root, folder)
+            if is_folder(entry) and holds_key(self._root, before + name)
+        )
 
     def delete(self, key: str) -> None:
         """Remove ``key``, and the folders above it that became empty."""
@@ -235,20 +234,22 @@ class LocalStore:
         """Return the file of a key."""
         return self._path(key)
 
-    def sweep_temporary(self, max_age_s: float) -> Names:
+    def sweep_temporary(self, max_age_s: float, folder: str = "") -> Names:
         """Remove temporary files that writers left behind, and folders that they kept alive.
 
         Args:
             max_age_s: Younger ones may still be in use and stay. Ages are taken by the clock of
                 the file system.
+            folder: The folder of the run whose files they are.
 
         Returns:
             The paths that were removed, relative to the store's folder.
         """
-        found = list(temporary_files(self._root))
+        run = self._path(folder) if folder else self._root
+        found = list(temporary_files(run))
         if not found:
             return []
-        now_s = clock_s(self._root)
+        now_s = clock_s(run)
         removed = []
         for path, modified_s in found:
             if now_s - modified_s >= max_age_s and self._discard(path):
@@ -261,19 +262,6 @@ class LocalStore:
 
     def _stop_direct(self) -> None:
         self._direct = False
-
-    def _scan(self, folder: str) -> Entries:
-        """Return what may be, or hold, keys in a folder, in the order of the keys below it."""
-        path = self._path(folder) if folder else self._root
-        before = f"{folder}/" if folder else ""
-        try:
-            with os.scandir(path) as entries:
-                known = [(e.name, e) for e in entries if _is_key(before + e.name)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise storage_error(error, operation="list", path=path) from error
-        return sorted(known, key=lambda pair: pair[0] + "/" * _is_folder(pair[1]))
 
     def _make_folder(self, path: str) -> None:
         """Create the folders above a file."""
@@ -378,20 +366,6 @@ class LocalStore:
     def _sync(self, folder: str) -> None:
         with _typed("fsync", folder):
             posix.sync_folder(folder)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False)
-
-
-def _is_key(key: str) -> bool:
-    if key.rpartition("/")[2].startswith(posix.TEMPORARY_PREFIX):
-        return False
-    try:
-        check_key(key, where="a folder")
-    except FormatError:
-        return False
-    return True
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "TEMPORARY_PREFIX",
     "copy_new",
     "create_file",
+    "is_temporary",
     "link_new",
     "open_file",
     "rename_new",
@@ -36,6 +38,7 @@ TEMPORARY_PREFIX = ".tmp-"
 LINK_REFUSED = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EXDEV})
 """Errors that mean "not by a hard link, here", as opposed to "something is wrong"."""
 
+_TEMPORARY = re.compile(r"\.tmp-[0-9]+-[0-9a-f]{16}")
 _RENAME_REFUSED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _CHUNK_BYTES = 8 * 1024 * 1024
 _AT_FDCWD = -100
@@ -45,6 +48,11 @@ _RENAME_NOREPLACE = 1
 def temporary_name() -> str:
     """Return a new name for an unfinished file, unlike that of any other process."""
     return f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether :func:`temporary_name` may have made a name; a stranger's is never taken."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def create_file(path: str) -> int:

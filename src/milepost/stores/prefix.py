@@ -86,10 +86,13 @@ class PrefixStore:
         """Return the file of a key if the store keeps files."""
         return self._store.local_path(self._key(key))
 
-    def sweep_temporary(self, max_age_s: float) -> Names:
-        """Remove old temporary files of the whole store below, if it makes any."""
+    def sweep_temporary(self, max_age_s: float, folder: str = "") -> Names:
+        """Remove old temporary files of the run in a folder, if the store below makes any."""
         sweep = getattr(self._store, "sweep_temporary", None)
-        return list(sweep(max_age_s)) if callable(sweep) else []
+        if not callable(sweep):
+            return []
+        removed: Names = sweep(max_age_s, self._folder(folder))
+        return [path[len(self._prefix) + 1 :] for path in removed]
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{check_key(key, where=self.url)}"

@@ -131,12 +131,12 @@ class FaultStore:
         """Pass on."""
         return self._store.local_path(key)
 
-    def sweep_temporary(self, max_age_s: float) -> Names:
+    def sweep_temporary(self, max_age_s: float, folder: str = "") -> Names:
         """Pass on, if the store below makes temporary files."""
         sweep = getattr(self._store, "sweep_temporary", None)
         if not callable(sweep):
             return []
-        return self.do("sweep_temporary", lambda: [str(path) for path in sweep(max_age_s)])
+        return self.do("sweep_temporary", lambda: [str(path) for path in sweep(max_age_s, folder)])
 
     def do(self, operation: str, action: Callable[[], T]) -> T:
         """Carry out one counted operation, or what was planned for it."""

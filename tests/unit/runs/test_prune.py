@@ -274,11 +274,12 @@ def test_sweeping_removes_old_temporary_files(tmp_path, begin, save):
     store = LocalStore(tmp_path)
     session = begin(store)
     save(store, session, "ep1", 1)
-    (tmp_path / "ep1" / ".tmp-1-a").write_bytes(b"1")
-    (tmp_path / "ep1" / ".tmp-1-b").write_bytes(b"1")
-    os.utime(tmp_path / "ep1" / ".tmp-1-a", (0, 0))
-    assert sweep(store, session) == ["ep1/.tmp-1-a"]
-    assert (tmp_path / "ep1" / ".tmp-1-b").exists()
+    old, young = (tmp_path / "ep1" / f".tmp-1-{digit * 16}" for digit in "ab")
+    for file in (old, young):
+        file.write_bytes(b"1")
+    os.utime(old, (0, 0))
+    assert sweep(store, session) == [f"ep1/{old.name}"]
+    assert young.exists()
 
 
 def test_nothing_of_a_deleted_checkpoint_stays_on_the_disk(tmp_path, begin, save):

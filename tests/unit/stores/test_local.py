@@ -357,33 +357,6 @@ def test_a_folder_in_the_way_of_the_hint_is_an_error_of_the_tree(store):
     assert not list(Path(store.local_path("x")).parent.glob(".tmp-*"))
 
 
-def test_sweeping_removes_what_is_old_and_temporary(store):
-    """Young temporary files may be another writer's, and everything else is nobody's business."""
-    store.put_new("ep1/a", b"1")
-    folder = Path(store.local_path("ep1"))
-    old, young = folder / ".tmp-1-old", folder.parent / ".tmp-1-young"
-    for file in (old, young, folder / ".hidden"):
-        file.write_bytes(b"1")
-        os.utime(file, (file.stat().st_mtime - 7_200 * (file == old),) * 2)
-    os.utime(folder / "a", (0, 0))
-    assert store.sweep_temporary(3_600) == ["ep1/.tmp-1-old"]
-    assert young.exists()
-    assert (folder / ".hidden").exists()
-    assert store.get("ep1/a") == b"1"
-    assert store.sweep_temporary(0) == [".tmp-1-young"]
-
-
-def test_sweeping_removes_the_folder_that_a_temporary_file_kept(store):
-    """The checkpoint in it was deleted, but not what its writer had left."""
-    store.put_new("ep1/a", b"1")
-    folder = Path(store.local_path("ep1"))
-    (folder / ".tmp-1-x").write_bytes(b"1")
-    store.delete("ep1/a")
-    assert folder.exists()
-    store.sweep_temporary(0)
-    assert not folder.exists()
-
-
 def test_a_temporary_file_that_stays_is_recorded(store, monkeypatch):
     """The record was created: that it left something behind is no error, but no secret either."""
     monkeypatch.setattr(posix.os, "unlink", refuse(errno.EIO))
