@@ -13,8 +13,8 @@ from ..format.layout import (
 
 __all__ = ["NOT_CHECKPOINTS", "candidates", "check_folder", "file_key", "is_diagnostic"]
 
-NOT_CHECKPOINTS = frozenset({SESSIONS, PINS, HIDDEN, "events", "validations"})
-"""Folders of a run that never hold a checkpoint."""
+NOT_CHECKPOINTS = frozenset({SESSIONS, PINS, HIDDEN, "events", "validations", "lost+found"})
+"""Folders of a run that never hold a checkpoint; the last one is the file system's own."""
 
 
 def file_key(folder: str, file: str) -> str:

@@ -22,7 +22,15 @@ from ..errors import (
     UsageError,
 )
 from ..format.canonical import load_record
-from ..format.layout import ATTEMPT, DELETED, DIAGNOSTIC_FOLDERS, MANIFEST, check_name, from_key
+from ..format.layout import (
+    ATTEMPT,
+    DELETED,
+    DIAGNOSTIC_FOLDERS,
+    MANIFEST,
+    check_name,
+    from_key,
+    session_key,
+)
 from ..format.manifest import Manifest
 from ..stores.base import Store
 from .folders import NOT_CHECKPOINTS, file_key
@@ -33,6 +41,7 @@ __all__ = ["Found", "RunView", "State", "number_of", "read_manifest", "scan"]
 
 _MAX_MANIFEST_BYTES = 32 * 1024 * 1024
 _MAX_RECORD_BYTES = 1024 * 1024
+_LOOKS = 8
 
 
 class State(str, Enum):
@@ -168,8 +177,26 @@ def scan(store: Store) -> RunView:
 
     Raises:
         MissingError: There is no run and no checkpoint.
-        DamagedError: The record that says which commits count cannot be read.
+        DamagedError: The record that says which commits count is missing or cannot be read.
     """
+    for _ in range(_LOOKS):
+        view, unknown = _look_once(store)
+        if not unknown:
+            return view
+        # A session that settled and published while we looked is as yet unknown to us. One that
+        # published had settled before: if its record is not there now, it is lost.
+        known = {one.number for one in list_sessions(store) if one.is_settled}
+        for number in sorted(unknown - known):
+            _refuse_unknown_origin(number, view)
+    raise StorageError(
+        f"The run at {store.url} changed hands {_LOOKS} times while it was looked at.",
+        hint="Find the processes that write to this run and stop all but one.",
+        path=store.url,
+    )
+
+
+def _look_once(store: Store) -> tuple[RunView, set[int]]:
+    """Return a run, and the sessions that published and of which it is not known from where."""
     # The order matters for a session that looks for what to go on from: see runs/sessions.py.
     sessions = tuple(list_sessions(store))
     pins = list_pins(store)
@@ -184,7 +211,10 @@ def scan(store: Store) -> RunView:
         run = RunRecord(committed[-1].run_id, "milepost")
     members = _members(run, sessions, found)
     marked = (_mark(one, members) for one in found)
-    return RunView(run, sessions, tuple(sorted(marked, key=lambda one: one.order)), pins)
+    view = RunView(run, sessions, tuple(sorted(marked, key=lambda one: one.order)), pins)
+    settled = {one.number for one in sessions if one.is_settled}
+    published = {one.session for one in _commits(run, found) if one.session is not None}
+    return view, published - settled if sessions else set()
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
@@ -304,19 +334,27 @@ def _mark(found: Found, members: set[str]) -> Found:
     )
 
 
-def _members(run: RunRecord, sessions: Sequence[Session], found: Sequence[Found]) -> set[str]:
-    """Return the names on the lineage."""
-    commits = [
+def _commits(run: RunRecord, found: Sequence[Found]) -> list[Found]:
+    """Return the commits of a run itself, without diagnostic ones and copies from other runs."""
+    return [
         one
         for one in found
-        if one.state is State.COMMITTED and one.name.partition("/")[0] not in DIAGNOSTIC_FOLDERS
+        if one.state is State.COMMITTED
+        and one.name.partition("/")[0] not in DIAGNOSTIC_FOLDERS
+        and one.manifest is not None
+        and one.manifest.run_id == run.run_id
     ]
+
+
+def _members(run: RunRecord, sessions: Sequence[Session], found: Sequence[Found]) -> set[str]:
+    """Return the names on the lineage."""
     if not sessions:
-        return {one.name for one in commits}
-    commits = [one for one in commits if one.manifest and one.manifest.run_id == run.run_id]
-    for session in sessions:
-        if session.problem and not session.is_settled:
-            _refuse_unknown_origin(session, commits)
+        return {
+            one.name
+            for one in found
+            if one.state is State.COMMITTED and one.name.partition("/")[0] not in DIAGNOSTIC_FOLDERS
+        }
+    commits = _commits(run, found)
     by_number = {session.number: session for session in sessions}
     settled = [session for session in sessions if session.is_settled]
     members: set[str] = set()
@@ -332,13 +370,22 @@ def _members(run: RunRecord, sessions: Sequence[Session], found: Sequence[Found]
     return members
 
 
-def _refuse_unknown_origin(session: Session, commits: Sequence[Found]) -> None:
+def _refuse_unknown_origin(number: int, view: RunView) -> None:
     """Refuse to guess: a session that published went on from something."""
-    if any(one.session == session.number for one in commits):
-        raise DamagedError(
-            f"It is not known what session {session.number} went on from: {session.problem}",
-            safe="Every checkpoint is still there and can be loaded by its name.",
-            hint="Restore the record from a copy of the run, or start a new run from one "
-            "checkpoint by name.",
-            path=from_key(session.number),
-        )
+    wrote = [one.name for one in view.found if one.session == number and one.manifest]
+    key, why = from_key(number), ""
+    for session in view.sessions:
+        if session.number == number:
+            why = session.problem or f"{key} is missing."
+    if not why:
+        key = session_key(number)
+        why = f"{key} is missing."
+    raise DamagedError(
+        f"It is not known what session {number} went on from, which wrote {', '.join(wrote[-5:])}: "
+        f"{why}",
+        safe="Every checkpoint is still there and can be loaded from its folder.",
+        hint="Restore the record from a copy of the run, or start a new run from the folder of one "
+        "checkpoint. One that was copied here from another place can be taken out again.",
+        path=key,
+        session=number,
+    )

@@ -188,9 +188,103 @@ def test_a_lost_origin_of_a_session_that_published_is_not_guessed(store, begin, 
     session = begin(store)
     save(store, session, "ep1", 1)
     store.put("sessions/00000001.from.json", b"torn")
-    with pytest.raises(DamagedError, match="loaded by its name"):
+    with pytest.raises(DamagedError, match="loaded from its folder"):
         scan(store)
     assert isinstance(read_manifest(store, "ep1"), Manifest)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    "lost", [["sessions/00000001.from.json"], ["sessions/00000001.json"], ["both"]]
+)
+def test_a_missing_record_of_a_session_that_published_is_named(store, begin, save, lost, later):
+    """A copy that was cut short must not turn everything into orphans and begin anew."""
+    save(store, begin(store, pid=1), "ep1", 1)
+    save(store, begin(store, pid=2), "ep2", 1)
+    if later:
+        begin(store, pid=3)
+    if lost == ["both"]:
+        lost = ["sessions/00000001.json", "sessions/00000001.from.json"]
+    for key in lost:
+        store.delete(key)
+    with pytest.raises(DamagedError, match="loaded from its folder") as caught:
+        scan(store)
+    assert caught.value.facts["path"] == lost[0]
+    assert lost[0] in str(caught.value)
+    assert "wrote ep1" in str(caught.value)
+    assert isinstance(read_manifest(store, "ep1"), Manifest)
+
+
+def test_the_newest_session_without_records_is_not_forgotten(store, begin, save):
+    """Its number would be given out again, and its commits be taken for those of another."""
+    save(store, begin(store, pid=1), "ep1", 1)
+    save(store, begin(store, pid=2), "ep2", 1)
+    for key in ("sessions/00000002.json", "sessions/00000002.from.json"):
+        store.delete(key)
+    with pytest.raises(DamagedError, match="session 2 went on from, which wrote ep2"):
+        scan(store)
+
+
+def test_a_diagnostic_checkpoint_needs_no_origin(store, begin, save):
+    """It is on no lineage, so it can hide nothing."""
+    save(store, begin(store, pid=1), "ep1", 1)
+    save(store, begin(store, pid=2), "nan/ba3", 1)
+    store.delete("sessions/00000002.from.json")
+    assert lineage(store) == ["ep1"]
+
+
+def test_a_session_that_begins_during_a_look_is_no_damage(store, begin, save):
+    """Its record was not yet there when the sessions were listed, its commit is by now."""
+    save(store, begin(store, pid=1), "ep1", 1)
+    counting = FaultStore(store)
+    scan(counting)
+    for at in range(1, len(counting.operations) + 1):
+        place = MemoryStore()
+        for entry in store.list():
+            place.put_new(entry.key, store.get(entry.key))
+
+        def take_over(number: int, _operation: str, at=at, place=place) -> None:
+            if number == at:
+                save(place, begin(place, pid=2), "ep2", 1)
+
+        names = [found.name for found in scan(FaultStore(place, before=take_over)).lineage()]
+        assert names in (["ep1"], ["ep1", "ep2"])
+        assert lineage(place) == ["ep1", "ep2"]
+
+
+def test_a_run_that_always_changes_hands_is_an_error(store, begin, save):
+    """A look that never ends would be worse."""
+    save(store, begin(store), "ep0", 1)
+
+    class Restless:
+        url, traits = store.url, store.traits
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def folders(self, folder=""):
+            if not folder:
+                save(store, begin(store), "ep", 1)
+            return store.folders(folder)
+
+    with pytest.raises(StorageError, match="changed hands"):
+        scan(Restless())
+
+
+def test_folders_of_others_cost_a_look_each(store, begin, save):
+    """Nobody's ten thousand folders are read, whatever is in them."""
+    save(store, begin(store), "ep1", 1)
+    counting = FaultStore(store)
+    scan(counting)
+    for number in range(50):
+        store.put_new(f"mine{number}/a/b/c", b"1")
+    store.put_new("lost+found/x", b"1")
+    crowded = FaultStore(store)
+    assert [found.name for found in scan(crowded).found] == ["ep1"]
+    assert len(crowded.operations) - len(counting.operations) == 3 * 50
+    assert {operation.split()[0] for operation in crowded.operations if "mine" in operation} == {
+        "head"
+    }
 
 
 def test_a_torn_origin_of_a_session_that_never_published_is_no_matter(store, begin, save):
