@@ -10,23 +10,85 @@ happen there. What may be saved then depends on how far the batch has come:
     in between  gradients or buffers were written, and no step was taken.
 
 A batch may also end without a step, when gradients are accumulated over several. Those gradients
-are then a part of the state.
+are then a part of the state. Each optimizer has steps of its own: one may step in every batch while
+another accumulates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..errors import FormatError
 from .loader import ResumableLoader
 from .names import ParameterNames
 
 __all__ = ["BatchInHand"]
 
-_NUM_LOOKED_AT = 16
+_log = logging.getLogger("milepost")
+
+
+class _Watched:
+    """One optimizer, and what is known of the gradients that it will use.
+
+    Attributes:
+        parameters: All of its parameters; a frozen one may be trained later.
+        is_stepped: Whether it has stepped since the newest batch was taken.
+        is_partial: Whether it had gradients to add to when that batch was taken.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters: list[Tensor] = []
+        self.is_stepped = True
+        self.is_partial = False
+        self.before: list[Any] = []
+        self._num_groups = 0
+        self._handle: Any = None
+
+    def begin(self) -> None:
+        """Watch its steps."""
+        self.refresh()
+        if self._handle is None:
+            self._handle = self.optimizer.register_step_pre_hook(self._note_step)
+
+    def end(self) -> None:
+        """Stop watching."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def take(self) -> None:
+        """Note the state of the gradients before a batch."""
+        self.refresh()
+        self.before = self.marks()
+        self.is_partial = not self.is_stepped and self.before.count(None) < len(self.before)
+        self.is_stepped = False
+
+    def refresh(self) -> None:
+        """Look for groups of parameters that were added."""
+        groups = self.optimizer.param_groups
+        if len(groups) != self._num_groups:
+            self.parameters = [p for group in groups for p in group["params"]]
+            self._num_groups = len(groups)
+
+    def leaves_gradients(self) -> bool:
+        """Return whether later batches will add to gradients that are there now."""
+        return not self.is_stepped and any(p.grad is not None for p in self.parameters)
+
+    def marks(self) -> list[Any]:
+        """Return something that differs once a gradient was written."""
+        return [
+            None if (gradient := p.grad) is None else (id(gradient), gradient._version)
+            for p in self.parameters
+        ]
+
+    def _note_step(self, *_: Any) -> None:
+        self.is_stepped = True
 
 
 class BatchInHand:
@@ -39,41 +101,44 @@ class BatchInHand:
     def __init__(self) -> None:
         self.num_samples: int | None = None
         self._loader: ResumableLoader | None = None
+        self._owners: list[dict[str, Tensor | None]] = []
+        self._watched: list[_Watched] = []
         self._buffers: list[Tensor] = []
-        self._parameters: list[Tensor] = []
-        self._before: list[Any] = []
-        self._is_stepped = True
-        self._is_partial = False
+        self._versions: list[int] = []
         self._is_given_back = False
-        self._handles: list[Any] = []
 
     def watch(self, *, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
         """Begin to watch. Optimizers are watched through hooks, buffers by version counters."""
         self.release()
-        self._buffers = [buffer for module in models for buffer in module.buffers()]
-        self._parameters = []
-        for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._note_step))
-            self._parameters += [p for group in optimizer.param_groups for p in group["params"]]
+        known = {id(watched.optimizer): watched for watched in self._watched}
+        self._watched = [known.get(id(one)) or _Watched(one) for one in optimizers]
+        for watched in self._watched:
+            watched.begin()
+        modules = (module for model in models for module in model.modules())
+        # Live: a buffer that is replaced shows up.
+        self._owners = [module._buffers for module in modules if module._buffers]
 
     def release(self) -> None:
         """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for watched in self._watched:
+            watched.end()
 
     def take(self, loader: ResumableLoader, num_samples: int) -> None:
         """Note that the loop's body gets a batch."""
         self._loader, self.num_samples = loader, num_samples
-        self._is_partial = self._leaves_gradients()
-        self._is_stepped = False
-        self._before = self._marks()
+        for watched in self._watched:
+            watched.take()
+        # Held, so that no other one can take the place of one that is replaced.
+        self._buffers = list(self._live_buffers())
+        self._versions = [buffer._version for buffer in self._buffers]
 
     def put_down(self) -> None:
         """Note that the body is done with it."""
         if not self._is_given_back:
-            self._is_partial = self._leaves_gradients()
+            for watched in self._watched:
+                watched.is_partial = watched.leaves_gradients()
         self._loader, self.num_samples, self._is_given_back = None, None, False
+        self._buffers = []
 
     @property
     def is_held(self) -> bool:
@@ -83,7 +148,7 @@ class BatchInHand:
     @property
     def is_untouched(self) -> bool:
         """Return whether the batch in hand has changed nothing yet."""
-        return not self._is_stepped and self._marks() == self._before
+        return self._is_unchanged(but_for_new_gradients=False)
 
     @property
     def is_undone_by_repeating(self) -> bool:
@@ -91,10 +156,7 @@ class BatchInHand:
 
         Gradients are written anew, unless they add to those of batches before.
         """
-        if self._is_stepped:
-            return False
-        now, count = self._marks(), len(self._buffers)
-        return now[:count] == self._before[:count] and (not self._is_partial or now == self._before)
+        return self._is_unchanged(but_for_new_gradients=True)
 
     def give_back(self) -> Mapping[str, Any] | None:
         """Give the batch back to its loader.
@@ -117,33 +179,71 @@ class BatchInHand:
     def gradients(self, names: ParameterNames) -> dict[str, Tensor]:
         """Return the gradients that later batches will add to, by parameter; else nothing."""
         is_done = self.is_held and not self._is_given_back
-        is_partial = self._leaves_gradients() if is_done else self._is_partial
-        if not is_partial:
-            return {}
         found: dict[str, Tensor] = {}
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                found[names.of(parameter) or f"#{index}"] = parameter.grad
+        index = 0
+        for watched in self._watched:
+            watched.refresh()
+            # Without a batch the optimizer may have stepped since, at the end of the epoch.
+            is_partial = not watched.is_stepped and (is_done or watched.is_partial)
+            for parameter in watched.parameters:
+                if is_partial and parameter.grad is not None:
+                    found[names.of(parameter) or f"#{index}"] = parameter.grad
+                index += 1
         return found
 
     def restore_gradients(self, stored: Mapping[str, Tensor], names: ParameterNames) -> None:
-        """Put stored gradients back."""
-        for index, parameter in enumerate(self._parameters):
-            gradient = stored.get(names.among(parameter, stored) or f"#{index}")
-            if gradient is not None:
-                parameter.grad = gradient.to(parameter.device)
-        self._is_stepped, self._is_partial = False, bool(stored)
+        """Put stored gradients back, and take away those that are not stored.
 
-    def _leaves_gradients(self) -> bool:
-        return not self._is_stepped and any(p.grad is not None for p in self._parameters)
+        One that does not fit its parameter, or that no watched optimizer uses, is dropped with a
+        warning.
 
-    def _marks(self) -> list[Any]:
-        """Return something that differs once a buffer or a gradient was written."""
-        marks: list[Any] = [buffer._version for buffer in self._buffers]
-        for parameter in self._parameters[:_NUM_LOOKED_AT]:
-            gradient = parameter.grad
-            marks.append(None if gradient is None else (id(gradient), gradient._version))
-        return marks
+        Raises:
+            FormatError: Something is stored that is no gradient; nothing was changed.
+        """
+        if not isinstance(stored, Mapping) or not all(
+            isinstance(gradient, Tensor) for gradient in stored.values()
+        ):
+            raise FormatError("What is stored as gradients is none.")
+        index, unused = 0, set(stored)
+        for watched in self._watched:
+            watched.refresh()
+            watched.is_stepped, watched.is_partial = False, False
+            for parameter in watched.parameters:
+                name = names.among(parameter, stored) or f"#{index}"
+                unused.discard(name)
+                parameter.grad = None
+                if name in stored and _set_gradient(name, parameter, stored[name]):
+                    watched.is_partial = True
+                index += 1
+        if unused:
+            _log.warning(
+                "Stored gradients belong to no parameter of an optimizer that is tracked, and were "
+                "left behind: %s.",
+                ", ".join(sorted(unused)),
+            )
 
-    def _note_step(self, *_: Any) -> None:
-        self._is_stepped = True
+    def _live_buffers(self) -> Iterator[Tensor]:
+        return (b for owner in self._owners for b in owner.values() if b is not None)
+
+    def _is_unchanged(self, *, but_for_new_gradients: bool) -> bool:
+        if any(watched.is_stepped for watched in self._watched):
+            return False
+        now = list(self._live_buffers())
+        if [*map(id, now)] != [*map(id, self._buffers)]:
+            return False
+        if [buffer._version for buffer in now] != self._versions:
+            return False
+        return all(
+            watched.marks() == watched.before
+            for watched in self._watched
+            if watched.is_partial or not but_for_new_gradients
+        )
+
+
+def _set_gradient(name: str, parameter: Tensor, gradient: Tensor) -> bool:
+    try:
+        parameter.grad = gradient.to(parameter.device)
+    except RuntimeError as error:
+        _log.warning("The stored gradient of %s does not fit and was dropped: %s", name, error)
+        return False
+    return True
