@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 
 from milepost.errors import CheckpointError
 from milepost.runs import (
@@ -21,6 +22,7 @@ from milepost.runs import (
     record_origin,
     scan,
     sweep,
+    this_process,
 )
 from milepost.stores import LocalStore
 from milepost.testing import save_files
@@ -67,11 +69,14 @@ def main(folder: str) -> None:
 
 
 def start(store: LocalStore) -> Session:
-    session = open_session(store, ensure_run(store))
+    run = ensure_run(store)
+    # Not every machine knows itself, and the test is to run on those too.
+    me = replace(this_process(), machine_id="one")
+    session = open_session(store, run, identity=me)
     latest = scan(store).latest()
     origin = Origin(latest.name, latest.session, latest.attempt) if latest else None
     session = record_origin(store, session, origin)
-    sweep(store, session)
+    sweep(store, session, identity=me)
     return session
 
 

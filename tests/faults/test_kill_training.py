@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import milepost as mp
-from milepost.runs import Level, State
+from milepost.runs import Level, State, this_process
 from milepost.testing.asserts import assert_equal_states
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
@@ -34,7 +34,7 @@ def read(acknowledged: Path) -> list[str]:
 
 
 def check_run(folder: Path, acknowledged: Path) -> None:
-    """Require that every acknowledged checkpoint counts and is whole, and that nothing torn does."""
+    """Require that every acknowledged checkpoint counts and is whole, and nothing torn does."""
     if not (folder / "run.json").exists():
         assert read(acknowledged) == []
         return
@@ -79,7 +79,9 @@ def run_with_kills(tmp_path: Path, *, num_kills: int, seed: int) -> None:
     assert start(folder, acknowledged, result).wait(LIFE_S) == 0
     check_run(folder, acknowledged)
     view = mp.open_run(folder).view
-    assert not [f.name for f in view.found if f.state in (State.INCOMPLETE, State.DELETING)]
+    left = [f.name for f in view.found if f.state in (State.INCOMPLETE, State.DELETING)]
+    # A machine that does not know itself cannot tell that the killed process has ended.
+    assert not left or not this_process().machine_id
     one = torch.load(straight, weights_only=True)
     other = torch.load(result, weights_only=True)
     assert len(one["losses"]) == 100

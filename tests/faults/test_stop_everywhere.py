@@ -28,8 +28,8 @@ from milepost.runs import (
 from milepost.stores import LocalStore, MemoryStore, Store
 from milepost.testing import Crash, Fault, FaultStore, save_files
 
-OLD = Identity("host", 100, "boot-1", "1@ns")
-NEW = Identity("host", 100, "boot-2", "2@ns")
+OLD = Identity("host", 100, "boot-1", "1@ns", "machine")
+NEW = Identity("host", 100, "boot-2", "2@ns", "machine")
 FILES = {"model.bin": b"m" * 5_000, "optimizers.bin": b"o" * 70, "index.json": b"{}"}
 RECORDS = ("attempt.json", "manifest.json")
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from milepost.runs import (
     record_origin,
     scan,
     sweep,
+    this_process,
     verify,
 )
 from milepost.stores import LocalStore
@@ -125,10 +127,11 @@ def check(folder: Path) -> None:
         assert latest is not None
         assert acked[-1] in committed
         assert latest.name >= acked[-1]
-    session = open_session(store, run)
+    me = replace(this_process(), machine_id="one")
+    session = open_session(store, run, identity=me)
     origin = Origin(latest.name, latest.session, latest.attempt) if latest else None
     session = record_origin(store, session, origin)
-    sweep(store, session)
+    sweep(store, session, identity=me)
     taken = {name for name in (*acked, *committed) if len(name) == 3}
     wanted = next(name for name in ("ep1", "ep2", "ep3") if name not in taken)
     saved = save_files(store, session, name=wanted, attempt=1, files=FILES)

@@ -54,7 +54,7 @@ class RunMachine(RuleBasedStateMachine):
     def live_on(self, name: str | None) -> None:
         """Begin a new life that goes on from a checkpoint of the lineage."""
         self.pid += 1
-        self.me = Identity("host", self.pid, f"boot-{self.pid}", f"{self.pid}@ns")
+        self.me = Identity("host", self.pid, f"boot-{self.pid}", f"{self.pid}@ns", "m")
         session = open_session(self.store, ensure_run(self.store), identity=self.me)
         found = scan(self.store).get(name) if name else None
         origin = Origin(found.name, found.session, found.attempt) if found else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,8 @@ __all__ = ["Identity", "this_process"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
+_MACHINE_IDS = (Path("/etc/machine-id"), Path("/sys/class/dmi/id/product_uuid"))
+_MACHINE_ID = re.compile(r"(?!(?:0+|f+)$)[0-9a-f]{32}")
 _NAMELESS_HOSTS = frozenset({"", "localhost", "localhost.localdomain"})
 
 
@@ -24,19 +28,43 @@ class Identity:
         boot_id: Changes with every start of the machine; empty where it cannot be read.
         process_start: When the process started, in clock ticks since the machine did, and the
             process namespace it lives in. A number that was given out again has another one.
+        machine_id: Tells machines apart that bear one name; empty where it is not known. A digest,
+            since what it is made of should not be handed on.
     """
 
     host: str
     pid: int
     boot_id: str
     process_start: str = ""
+    machine_id: str = ""
 
 
 def this_process() -> Identity:
     """Return the identity of the calling process."""
     pid = os.getpid()
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    return Identity(socket.gethostname(), pid, boot_id, process_start(pid))
+    return Identity(socket.gethostname(), pid, boot_id, process_start(pid), machine_id())
+
+
+def machine_id() -> str:
+    """Return what tells this machine from others, or ``""`` if nothing does.
+
+    The number that the system was given when it was installed and that of the hardware, as far as
+    they can be read. Both, since the former may be part of an image that many machines start from.
+    """
+    known = [found for found in map(_read_machine_id, _MACHINE_IDS) if found]
+    if not known:
+        return ""
+    return hashlib.sha256(" ".join(("milepost", *known)).encode()).hexdigest()[:32]
+
+
+def _read_machine_id(path: Path) -> str:
+    """Return the 32 hex digits in a file; one that is missing, secret or not filled in is none."""
+    try:
+        text = path.read_text(encoding="ascii").strip().lower().replace("-", "")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return text if _MACHINE_ID.fullmatch(text) else ""
 
 
 def process_start(pid: int) -> str:
@@ -54,11 +82,14 @@ def process_start(pid: int) -> str:
 def is_gone(other: Identity, me: Identity) -> bool:
     """Return whether ``me`` can prove that ``other`` has ended.
 
-    Another machine, or a name that many machines bear, proves nothing. Another start of this
-    machine proves it. Within one start, the process must be missing from the very table of
-    processes that it was in, or its number must belong to a younger process.
+    A name proves nothing: a pod keeps its name when it moves to another machine. It must be known
+    that both run, or ran, on one machine. Then another start of it is proof. Within one start, the
+    process must be missing from the very table of processes that it was in, or its number must
+    belong to a younger process.
     """
     if other.host != me.host or other.host in _NAMELESS_HOSTS:
+        return False
+    if not other.machine_id or other.machine_id != me.machine_id:
         return False
     if not other.boot_id or not me.boot_id:
         return False

@@ -117,6 +117,7 @@ class Session:
         origin: What it went on from; ``None`` for a fresh start, and while it is not settled.
         is_settled: Whether it has recorded what it went on from.
         problem: Why a record of it cannot be read, else empty.
+        machine_id: Tells the machine from another of the same name; empty where it is not known.
     """
 
     number: int
@@ -129,6 +130,7 @@ class Session:
     origin: Origin | None = None
     is_settled: bool = False
     problem: str = ""
+    machine_id: str = ""
 
 
 def ensure_run(
@@ -203,7 +205,14 @@ def open_session(
     for _ in range(_OPEN_TRIES):
         number = max(_numbers(store), default=0) + 1
         session = Session(
-            number, run.run_id, me.host, me.pid, me.boot_id, clock(), me.process_start
+            number,
+            run.run_id,
+            me.host,
+            me.pid,
+            me.boot_id,
+            clock(),
+            me.process_start,
+            machine_id=me.machine_id,
         )
         try:
             store.put_new(session_key(number), dump_record(_session_fields(session)))
@@ -267,9 +276,11 @@ def is_provably_dead(session: Session, identity: Identity | None = None) -> bool
     """Return whether it is certain that the process of a session has ended.
 
     Only the same machine can tell: after it was started anew, or once the process is gone or its
-    number belongs to another one. Everything else is not certain.
+    number belongs to another one. Everything else is not certain, and so is the same name.
     """
-    other = Identity(session.host, session.pid, session.boot_id, session.process_start)
+    other = Identity(
+        session.host, session.pid, session.boot_id, session.process_start, session.machine_id
+    )
     return not session.problem and is_gone(other, identity or this_process())
 
 
@@ -318,6 +329,7 @@ def _session_fields(session: Session) -> dict[str, Any]:
         "pid": session.pid,
         "boot_id": session.boot_id,
         "process_start": session.process_start,
+        "machine_id": session.machine_id,
         "started_s": session.started_s,
     }
 
@@ -335,6 +347,7 @@ def _read_session(store: Store, number: int, is_settled: bool) -> Session:  # no
             str(fields["boot_id"]),
             float(fields["started_s"]),
             str(fields.get("process_start", "")),
+            machine_id=str(fields.get("machine_id", "")),
         )
     except (FormatError, StorageError) as error:
         session = replace(session, problem=str(error))

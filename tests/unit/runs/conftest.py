@@ -29,7 +29,7 @@ def begin() -> Callable[..., Session]:
     """Open a session that goes on from the newest checkpoint, or from the one given."""
 
     def begin(store: Store, *, pid: int = 1, origin: str | None = "") -> Session:
-        me = Identity("host", pid, f"boot-{pid}", f"{pid}@ns")
+        me = Identity("host", pid, f"boot-{pid}", f"{pid}@ns", "machine")
         session = open_session(store, ensure_run(store), identity=me, clock=lambda: 7.0)
         view = scan(store)
         found = view.latest() if origin == "" else view.get(origin) if origin else None

@@ -228,7 +228,7 @@ def test_sweeping_spares_the_living_and_what_is_being_written(store, begin, fill
     here = begin(store, pid=3)
     claim(store, here, "writing", 1)
     claim(store, here, "failed-one", 2)
-    me = Identity("host", 3, "boot-3", "3@ns")
+    me = Identity("host", 3, "boot-3", "3@ns", "machine")
     store.put("sessions/00000002.json", store.get("sessions/00000002.json").replace(b'"', b"'"))
     gone = sweep(store, here, own_attempts=["writing"], identity=me)
     assert gone == ["dead", "failed-one"]
@@ -239,7 +239,7 @@ def test_an_unreadable_claim_goes_when_all_others_have_ended(store, begin, fille
     """It may be any session's."""
     store.put_new("torn/attempt.json", b"torn")
     here = begin(store, pid=3)
-    elsewhere = Identity("elsewhere", 3, "boot-3", "3@ns")
+    elsewhere = Identity("elsewhere", 3, "boot-3", "3@ns", "machine")
     assert sweep(store, here, identity=elsewhere) == []
     me = replace(elsewhere, host="host")
     assert sweep(store, here, identity=me) == ["torn"]

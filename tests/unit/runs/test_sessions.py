@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from milepost.errors import (
     NewerFormatError,
     StorageError,
 )
-from milepost.format.canonical import dump_record
+from milepost.format.canonical import dump_record, load_record
 from milepost.runs import (
     Identity,
     Origin,
@@ -168,7 +169,7 @@ def session_of(store, identity: Identity):
 @pytest.fixture
 def me(monkeypatch) -> Identity:
     monkeypatch.setattr("socket.gethostname", lambda: "machine")
-    return this_process()
+    return replace(this_process(), machine_id="0123")
 
 
 def test_a_living_process_is_not_dead(store, me):
@@ -206,6 +207,10 @@ def test_another_start_of_the_machine_proves_it(store, me):
         {"process_start": "1@another-namespace"},
         {"process_start": ""},
         {"boot_id": ""},
+        {"machine_id": "4567", "boot_id": "other"},
+        {"machine_id": "", "boot_id": "other"},
+        {"machine_id": "4567"},
+        {"machine_id": ""},
     ],
 )
 def test_what_cannot_be_seen_from_here_is_not_proved(store, me, changes):
@@ -216,5 +221,82 @@ def test_what_cannot_be_seen_from_here_is_not_proved(store, me, changes):
 def test_a_name_that_many_machines_bear_proves_nothing(store, monkeypatch):
     """Two machines called localhost have different starts and may both live."""
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
-    me = this_process()
+    me = replace(this_process(), machine_id="0123")
     assert not is_provably_dead(session_of(store, replace(me, boot_id="other")), me)
+
+
+def test_a_machine_that_does_not_know_itself_proves_nothing(store, me):
+    """Two that know nothing are not thereby the same."""
+    me = replace(me, machine_id="")
+    assert not is_provably_dead(session_of(store, replace(me, boot_id="other")), me)
+
+
+def test_the_record_of_an_older_version_proves_nothing(store, me):
+    """It does not say which machine it was."""
+    session_of(store, replace(me, boot_id="other"))
+    fields = load_record(store.get("sessions/00000001.json"), where="record")
+    assert is_provably_dead(list_sessions(store)[0], me)
+    assert fields.pop("machine_id") == "0123"
+    store.put("sessions/00000001.json", dump_record(fields))
+    (old,) = list_sessions(store)
+    assert not old.problem
+    assert not is_provably_dead(old, me)
+
+
+INSTALLED, HARDWARE = "3d1219c7c4c5404aaa1f6d2a48adfda4", "4C4C4544-0042-3510-8052-B7C04F4A5931"
+
+
+@pytest.fixture
+def ids(monkeypatch, tmp_path):
+    """Write the two files that tell machines apart; ``None`` leaves one out."""
+
+    def write(*texts: str | None) -> str:
+        paths = [tmp_path / "machine-id", tmp_path / "product_uuid"]
+        for path, text in zip(paths, texts, strict=True):
+            path.unlink(missing_ok=True)
+            if text is not None:
+                path.write_text(text)
+        return this_process().machine_id
+
+    monkeypatch.setattr(
+        "milepost.runs.identity._MACHINE_IDS",
+        (tmp_path / "machine-id", tmp_path / "product_uuid"),
+    )
+    return write
+
+
+def test_machines_are_told_apart_by_what_is_known_of_them(ids):
+    """An image that both start from gives them one number, but not one piece of hardware."""
+    both = ids(f"{INSTALLED}\n", f"{HARDWARE}\n")
+    assert both == ids(INSTALLED, HARDWARE.lower())
+    others = [
+        ids(INSTALLED, None),
+        ids(None, HARDWARE),
+        ids(INSTALLED, HARDWARE.replace("4", "5")),
+        ids(INSTALLED.replace("3", "4"), HARDWARE),
+    ]
+    assert len({both, *others}) == 5
+    assert all(INSTALLED not in one and HARDWARE not in one for one in others)
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "uninitialized\n", "0" * 32, "F" * 32, "Not Settable", "\u00e9" * 32]
+)
+def test_a_number_that_was_not_filled_in_is_none(ids, text):
+    """Every machine of that make has it."""
+    assert ids(text, text) == ""
+    assert ids(text, HARDWARE) == ids(None, HARDWARE)
+
+
+def test_a_number_that_is_kept_secret_is_none(ids, monkeypatch):
+    """That of the hardware is for the administrator only."""
+    expected = ids(INSTALLED, None)
+    real = Path.read_text
+
+    def read_text(path, *args, **options):
+        if path.name == "product_uuid":
+            raise PermissionError(path)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert ids(INSTALLED, HARDWARE) == expected
