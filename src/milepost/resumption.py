@@ -14,7 +14,7 @@ from typing import Any
 from .checkpoint import Checkpoint, Place, open_source
 from .errors import MismatchError, MissingError
 from .state.batch_in_hand import BatchInHand
-from .state.report import LoadReport
+from .state.report import LoadReport, restoring
 from .state.rng import apply_rng
 from .state.source import StateSource, load_item
 from .state.tracked import RESERVED_ITEMS, Tracked
@@ -176,9 +176,11 @@ class Resumption:
 
     def _restore_extras(self, source: StateSource) -> None:
         """Restore what a run saves beside the tracked objects."""
-        self._gradients = load_item(source, "gradients") if "gradients" in source.trees else {}
-        self._hand.restore_gradients(self._gradients, self._tracked.parameter_names())
-        states = load_item(source, "rng") if "rng" in source.trees else []
-        if states:
-            apply_rng(states[0])
-            self.rng = states[0]
+        with restoring(source.name, "gradients"):
+            self._gradients = load_item(source, "gradients") if "gradients" in source.trees else {}
+            self._hand.restore_gradients(self._gradients, self._tracked.parameter_names())
+        with restoring(source.name, "rng"):
+            states = load_item(source, "rng") if "rng" in source.trees else []
+            if states:
+                apply_rng(states[0])
+                self.rng = states[0]

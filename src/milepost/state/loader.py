@@ -31,6 +31,7 @@ from torch.utils.data import (
 )
 
 from ..errors import MismatchError
+from .report import restoring
 from .rng import apply_rng, capture_rng
 
 __all__ = ["ResumableLoader", "num_samples"]
@@ -122,7 +123,8 @@ class ResumableLoader:
             self._num_begun += 1
             iterator = self._begin(0)
         else:
-            iterator = self._return_to(pending)
+            with restoring("the checkpoint", "loader"):
+                iterator = self._return_to(pending)
             if rng is not None:
                 apply_rng(rng)
         # Held here only: workers end at once when the loop is left, and not when some garbage
@@ -181,6 +183,9 @@ class ResumableLoader:
     def misfit(self, state: Mapping[str, Any]) -> str | None:
         """Return why a stored position does not fit this loader, or ``None`` if it does."""
         kind, position = state["kind"], state["position"]
+        is_open = bool(position or state.get("is_open"))
+        if type(position) is not int or (is_open and not isinstance(state["start"], Mapping)):
+            return "The stored position of a loader is malformed."
         if position and kind != self.kind:
             return (
                 f"The checkpoint is at batch {position} of an epoch of a loader of the kind "

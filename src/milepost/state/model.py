@@ -12,7 +12,7 @@ from ..errors import MismatchError
 from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
 from ..tensors.unpack import leaf_tag, unpack_item
 from .names import name_cleaner, unwrap
-from .report import LoadReport
+from .report import LoadReport, restoring
 from .source import StateSource, load_item, new_tensor
 
 __all__ = ["ModelPart", "load_weights"]
@@ -195,8 +195,9 @@ def load_weights(
     """
     report = LoadReport(source.name)
     part = ModelPart(module, strict=strict, rename=rename)
-    part.check(source, item, report)
-    if strict:
-        report.require_exact()
-    part.apply(source, item, report)
+    with restoring(source.name, item):
+        part.check(source, item, report)
+        if strict:
+            report.require_exact()
+        part.apply(source, item, report)
     return report

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..errors import MismatchError
+from ..errors import CheckpointError, MismatchError
 
-__all__ = ["LoadReport"]
+__all__ = ["LoadReport", "restoring"]
 
 _SHOWN = 8
 
@@ -91,6 +92,32 @@ class LoadReport:
             ("of another dtype", self.mis_typed),
             ("converted to the live dtype", self.cast),
         ]
+
+
+@contextmanager
+def restoring(source: str, item: str) -> Iterator[None]:
+    """Turn whatever goes wrong while stored state is taken over into a typed error.
+
+    Stored state may be anything, and so may the objects that take it over.
+
+    Args:
+        source: The checkpoint.
+        item: What is being restored.
+
+    Raises:
+        MismatchError: With the error as its cause. Typed errors pass.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise MismatchError(
+            f"What {source} holds as {item!r} could not be taken over: {type(error).__name__}: "
+            f"{error}.",
+            hint="Build the object as it was when the checkpoint was made.",
+            item=item,
+        ) from error
 
 
 def _some(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from .names import ParameterNames, unwrap
 from .objects import GroupPart, ObjectPart, Stateful, Value, ValuePart
 from .optimizer import OptimizerPart
 from .parts import Part
-from .report import LoadReport
+from .report import LoadReport, restoring
 from .source import StateSource, subtree
 
 __all__ = ["RESERVED_ITEMS", "Tracked"]
@@ -127,7 +127,8 @@ class Tracked:
         if strict:
             report.require_exact()
         for name in sorted(present, key=self._order):
-            self._parts[name].apply(source, name, report)
+            with restoring(source.name, name):
+                self._parts[name].apply(source, name, report)
         return report
 
     def check(self, source: StateSource, *, expected: Collection[str] = ()) -> None:
@@ -152,7 +153,8 @@ class Tracked:
             known = {*self._parts, *RESERVED_ITEMS, *expected}
             report.unexpected.extend(name for name in source.trees if name not in known)
         for name in present:
-            self._parts[name].check(source, name, report)
+            with restoring(source.name, name):
+                self._parts[name].check(source, name, report)
         return report, present
 
     def reapply_optimizer_options(self, source: StateSource) -> None:

@@ -76,6 +76,8 @@ def _shape(value: Tensor, tag: Mapping[str, Any]) -> Tensor:
         dtype = named_dtype(tag["dtype"])
         if dtype is None:
             raise FormatError(f"This version of torch has no dtype {tag['dtype']!r}.")
+        if value.dtype is not torch.uint8 or value.shape[-1:] != (dtype.itemsize,):
+            raise FormatError(f"The state holds no {dtype} where it says so.")
         if value.numel():
             value = value.view(dtype).squeeze(-1)
         else:
