@@ -1,0 +1,98 @@
+"""Samplers: which generators an order comes from, and whether it is certain to come back.
+
+To get back into an epoch its order is derived again. Samplers of torch draw it at once when the
+epoch begins, or from a generator of their own. One of another maker may draw a piece at a time from
+a global generator, between the draws of the training; that cannot be seen from outside.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+__all__ = ["data_note", "generators_of", "order_note"]
+
+_KNOWN = (
+    SequentialSampler.__iter__,
+    SubsetRandomSampler.__iter__,
+    WeightedRandomSampler.__iter__,
+    DistributedSampler.__iter__,
+)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that belong to a loader, each once, in a fixed order."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    )
+    found: list[torch.Generator] = []
+    for owner in owners:
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
+            found.append(generator)
+    return found
+
+
+def order_note(loader: Any) -> str | None:
+    """Return what to know of a loader whose order may not come back; ``None`` if it does."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler = _unknown(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    if sampler is None:
+        return None
+    return (
+        f"The order of the data comes from a sampler ({type(sampler).__qualname__}) whose ways are "
+        "not known. A resume within an epoch repeats it only if the sampler draws it at the start "
+        "of the epoch, or from a generator of its own that it seeds anew for every epoch. Give the "
+        "loader state_dict and load_state_dict to be exact in any case."
+    )
+
+
+def data_note(loader: Any) -> str | None:
+    """Return what to know of a data set that draws in the process of the training, or ``None``."""
+    if not isinstance(loader, DataLoader) or loader.num_workers:
+        return None
+    dataset = loader.dataset
+    kept = getattr(dataset, "__dict__", {})
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    names = [name for name, v in kept.items() if isinstance(v, kinds) and name != "generator"]
+    if not names:
+        return None
+    return (
+        f"The data set ({type(dataset).__qualname__}) has random generators of its own "
+        f"({', '.join(names)}), which a resume within an epoch does not restore. It repeats the "
+        "numbers only if each sample seeds the generator that it draws from."
+    )
+
+
+def _unknown(sampler: Any) -> Any:
+    """Return the sampler, of one and what it is built upon, whose ways are not known."""
+    cls = type(sampler)
+    is_torchdata = cls.__module__.startswith("torchdata.")
+    if isinstance(sampler, BatchSampler) and (
+        is_torchdata or cls.__iter__ is BatchSampler.__iter__
+    ):
+        return _unknown(sampler.sampler)
+    if cls.__iter__ is RandomSampler.__iter__:
+        # It may draw several times in an epoch, which only a generator of its own makes good.
+        return sampler if sampler.generator is torch.default_generator else None
+    is_known = isinstance(sampler, list | tuple | range) or cls.__iter__ in _KNOWN
+    return None if is_known or is_torchdata else sampler
