@@ -372,11 +372,9 @@ class Checkpointer:
         """Save within the grace period; return the checkpoint's name, ``None`` if that failed."""
         try:
             pending = self._saved if self._is_saved() else None
-            if pending is not None:
-                pending.check_done(self.grace_left_s if self._signals else None)
+            self._writer.wait_for_writing(self.grace_left_s if self._signals else None)
             self._log_earlier_errors()
             if pending is None or pending.exception() is not None:
-                self._writer.wait_for_writing(self.grace_left_s if self._signals else None)
                 pending = self.save(reason="signal")
             return pending.wait(self.grace_left_s if self._signals else None).name
         except CheckpointError as error:
@@ -496,6 +494,8 @@ class Checkpointer:
         """
         if not self._is_open:
             return None
+        self._writer.wait_for_writing(None)
+        self._log_earlier_errors()
         rng: Mapping[str, Any] | None = None
         if self._iterated is not None and self._iterated.is_fetching:
             rng = self._iterated.fetch_rng  # what the loader drew before it failed is drawn again
@@ -505,9 +505,6 @@ class Checkpointer:
             if rng is None:
                 name = f"ba{self.timer.batch + 1}"
                 return self.save_diagnostic("failed", name, extra={})
-        if self._saved is not None:
-            self._saved.check_done(None)
-        self._log_earlier_errors()
         is_saved = self._saved_at is not None and self._saved_at >= self._point()
         if is_saved and self._saved is not None and self._saved.exception() is None:
             return None
