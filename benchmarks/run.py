@@ -53,8 +53,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk to use")
     parser.add_argument("--json", type=Path, help="write every figure of every round here")
     options = parser.parse_args()
+    today = datetime.datetime.now(datetime.timezone.utc)
     print(
-        f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}  {platform.machine()}, {os.cpu_count()} cores, "
+        f"{today:%Y-%m-%d}  {platform.machine()}, {os.cpu_count()} cores, "
         f"{platform.system()} {platform.release()}, "
         f"Python {platform.python_version()}, "
         f"torch {torch.__version__}, safetensors {safetensors.__version__}, "
