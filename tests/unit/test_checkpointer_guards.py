@@ -362,11 +362,14 @@ def test_a_forked_child_ends_on_sigterm(tmp_path: Path) -> None:
         """
         import os, signal, time, milepost as mp, torch
         with mp.Checkpointer("run", model=torch.nn.Linear(1, 1)) as run:
+            ready, tell = os.pipe()
             child = os.fork()
             if child == 0:
+                os.write(tell, b"x")  # Python forgets signals that come while it forks
                 for _ in range(3000):
                     time.sleep(0.01)
                 os._exit(0)
+            os.read(ready, 1)
             os.kill(child, signal.SIGTERM)
             _, status = os.waitpid(child, 0)
             print(os.WTERMSIG(status))
