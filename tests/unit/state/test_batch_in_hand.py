@@ -1,259 +1,177 @@
-"""The batch in hand: whose gradients are a part of the state, and what may be repeated."""
+"""Saving within a batch, and between accumulated ones: state and progress always agree."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import milepost as mp
-from milepost.state.batch_in_hand import BatchInHand
-from milepost.state.loader import ResumableLoader
-from milepost.state.names import ParameterNames
-
-DATA = torch.randn(32, 4, generator=torch.Generator().manual_seed(3))
+from milepost.testing.asserts import assert_equal_states
 
 
-class BoomError(Exception):
-    """What goes wrong in a loop's body."""
+def new(seed=1):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
+    return model, DataLoader(TensorDataset(torch.arange(1.0, 13.0)), 1, shuffle=True)
 
 
-def frozen_in_front(num_layers):
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4).requires_grad_(False) for _ in range(num_layers)]
-    return nn.Sequential(*layers, nn.Linear(4, 1))
+def items(folder):
+    return {one.name: set(one.manifest.items) for one in mp.open_run(folder).checkpoints()}
 
 
-def accumulate(folder, *, num_frozen, fail_at=None, where="before the step"):
-    """Train with gradients of two batches; return the weights."""
-    model = frozen_in_front(num_frozen)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(DATA, batch_size=4)
-    with mp.Checkpointer(
-        folder, model=model, optimizer=optimizer, loader=loader, handle_signals=False
-    ) as run:
-        for _ in run.epochs(1):
-            for index, inputs in enumerate(run.batches(loader), run.timer.batch_in_epoch):
-                if index == fail_at and where == "at the top":
-                    raise BoomError
-                (model(inputs).square().mean() / 2).backward()
-                if index == fail_at and where == "before the step":
-                    raise BoomError
-                if index % 2:
-                    optimizer.step()
+def test_a_plain_loop_stores_no_gradients(tmp_path):
+    """They are stale after the step, wherever zero_grad stands, and would double the file."""
+    for kind in ("before", "after", "to zero"):
+        model, loader = new()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with mp.Checkpointer(
+            tmp_path / kind, every="1ba", model=model, optimizer=optimizer, loader=loader
+        ) as run:
+            for (value,) in run.batches(loader):
+                if kind != "after":
+                    optimizer.zero_grad(set_to_none=kind == "before")
+                model(value).sum().backward()
+                optimizer.step()
+                if kind == "after":
                     optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
+        assert all("gradients" not in one for one in items(tmp_path / kind).values())
 
 
-@pytest.mark.parametrize("num_frozen", [0, 9])
-@pytest.mark.parametrize("fail_at", [2, 3])
-@pytest.mark.parametrize("where", ["at the top", "before the step"])
-def test_no_gradient_is_counted_twice_after_an_error(tmp_path, num_frozen, fail_at, where):
-    """However many frozen parameters, which have no gradients, come before the trained ones."""
-    whole = accumulate(tmp_path / "whole", num_frozen=num_frozen)
-    with pytest.raises(BoomError):
-        accumulate(tmp_path / "cut", num_frozen=num_frozen, fail_at=fail_at, where=where)
-    names = [found.name for found in mp.open_run(tmp_path / "cut").checkpoints(all=True)]
-    can_be_repeated = where == "at the top" or fail_at == 2
-    assert names == ([f"ba{fail_at}"] if can_be_repeated else [f"failed/ba{fail_at + 1}"])
-    again = accumulate(tmp_path / "cut", num_frozen=num_frozen)
-    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+@pytest.mark.parametrize("by", [2, 3])
+@pytest.mark.parametrize("cut", [1, 4])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulated_gradients_go_on(tmp_path, by, cut, set_to_none):
+    """Half of a step is state too."""
+
+    def life(folder, *, seed, until=None):
+        model, loader = new(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        with mp.Checkpointer(
+            folder, every=f"{cut}ba", model=model, optimizer=optimizer, loader=loader
+        ) as run:
+            for _ in run.epochs(1):
+                for (value,) in run.batches(loader):
+                    if run.timer.batch == until:
+                        return None
+                    model(value).square().sum().backward()
+                    if (run.timer.batch + 1) % by == 0:
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=set_to_none)
+        return dict(model.state_dict()), optimizer.state_dict()
+
+    straight = life(tmp_path / "straight", seed=1)
+    life(tmp_path / "a", seed=1, until=cut)
+    assert ("gradients" in items(tmp_path / "a")[f"ba{cut}"]) or cut % by == 0
+    resumed = life(tmp_path / "a", seed=8)
+    assert_equal_states(resumed, straight)
 
 
-def duel(folder, *, stop_at=None, fail_at=None, steps_first="judge"):
-    """One model steps in every batch, the other gathers gradients of two."""
-    torch.manual_seed(0)
-    models = {"maker": nn.Linear(4, 4), "judge": nn.Linear(4, 1)}
-    sgd = {name: torch.optim.SGD(m.parameters(), lr=0.1) for name, m in models.items()}
-    loader = DataLoader(DATA, batch_size=4)
+@pytest.mark.parametrize("cut", [1, 2])
+def test_two_optimizers_with_rhythms_of_their_own_go_on(tmp_path, cut):
+    """One steps on every batch, the other collects gradients over three."""
 
-    def train_judge(inputs):
-        sgd["judge"].zero_grad()
-        models["judge"](models["maker"](inputs).detach()).square().mean().backward()
-        sgd["judge"].step()
+    def life(folder, *, seed, until=None):
+        model, loader = new(seed)
+        often = torch.optim.SGD(model[0].parameters(), lr=0.01)
+        seldom = torch.optim.SGD(model[1].parameters(), lr=0.01)
+        with mp.Checkpointer(
+            folder, every=f"{cut}ba", model=model, often=often, seldom=seldom, loader=loader
+        ) as run:
+            for _ in run.epochs(1):
+                for (value,) in run.batches(loader):
+                    if run.timer.batch == until:
+                        return None
+                    often.zero_grad()
+                    model(value).square().sum().backward()
+                    often.step()
+                    if (run.timer.batch + 1) % 3 == 0:
+                        seldom.step()
+                        seldom.zero_grad()
+        return dict(model.state_dict())
 
-    def train_maker(inputs, index):
-        (models["maker"](inputs) - inputs).square().mean().backward()
-        if index % 2:
-            sgd["maker"].step()
-            sgd["maker"].zero_grad()
+    straight = life(tmp_path / "straight", seed=1)
+    life(tmp_path / "a", seed=1, until=cut)
+    assert_equal_states(life(tmp_path / "a", seed=8), straight)
 
-    options = {"every": "1ba", "handle_signals": False, "loader": loader, "sgd": sgd}
-    with mp.Checkpointer(folder, **options, **models) as run:
+
+@pytest.mark.parametrize("place", ["begin", "end"])
+@pytest.mark.parametrize("kind", ["indexed", "list"])
+def test_a_save_in_the_body_is_exact_at_its_begin_and_at_its_end(tmp_path, place, kind):
+    """Before anything was computed it is the state of the batch before; after the step, of this."""
+
+    def life(folder, *, seed, until=None):
+        model, loader = new(seed)
+        if kind == "list":
+            loader = [(torch.full((1, 1), float(n)),) for n in range(12)]
+        model = nn.Sequential(model, nn.Dropout(0.5))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        seen = []
+        with mp.Checkpointer(folder, model=model, optimizer=optimizer, loader=loader) as run:
+            for _ in run.epochs(1):
+                for (value,) in run.batches(loader):
+                    if place == "begin" and run.timer.batch == until:
+                        run.save("cut", wait=True)
+                        return seen, None
+                    seen.append(value.tolist())
+                    optimizer.zero_grad()
+                    model(value).square().sum().backward()
+                    optimizer.step()
+                    if place == "end" and run.timer.batch + 1 == until:
+                        run.save("cut", wait=True)
+                        return seen, None
+        return seen, dict(model.state_dict())
+
+    straight = life(tmp_path / "straight", seed=1)
+    first, _ = life(tmp_path / "a", seed=1, until=5)
+    saved = mp.open_run(tmp_path / "a").get("cut")
+    assert saved.time["batch"] == len(first) == 5
+    rest, end = life(tmp_path / "a", seed=8)
+    assert first + rest == straight[0]
+    assert_equal_states(end, straight[1])
+
+
+def test_a_loop_that_goes_on_after_a_save_in_its_body_counts_as_before(tmp_path):
+    """Saving is no step of the training."""
+    model, loader = new()
+    counts = []
+    with mp.Checkpointer(tmp_path, every="2ba", model=model, loader=loader) as run:
         for _ in run.epochs(1):
-            for index, inputs in enumerate(run.batches(loader), run.timer.batch_in_epoch):
-                if index == stop_at:
-                    return None
-                if steps_first == "judge":
-                    train_judge(inputs)
-                if index == fail_at:
-                    raise BoomError
-                train_maker(inputs, index)
-                if steps_first == "maker":
-                    train_judge(inputs)
-    return [p.detach().clone() for m in models.values() for p in m.parameters()]
+            for _ in run.batches(loader):
+                run.save(f"in{run.timer.batch}")
+                counts.append(run.timer.batch)
+    assert counts == list(range(12))
+    assert mp.open_run(tmp_path).latest().time["batch"] == 12
+    assert run.timer.sample == 12
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 3, 6])
-@pytest.mark.parametrize("steps_first", ["judge", "maker"])
-def test_each_optimizer_gathers_gradients_by_itself(tmp_path, stop_at, steps_first):
-    """A step of one says nothing about the gradients of the other."""
-    whole = duel(tmp_path / "whole", steps_first=steps_first)
-    duel(tmp_path / "cut", stop_at=stop_at, steps_first=steps_first)
-    state = mp.open_run(tmp_path / "cut").latest().load()["state"]
-    gathered = {"maker/weight", "maker/bias"} if stop_at % 2 else set()
-    assert set(state.get("gradients", {})) == gathered
-    again = duel(tmp_path / "cut", steps_first=steps_first)
-    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+def test_leaving_the_loop_early_ends_the_epoch(tmp_path):
+    """Limits on the batches of an epoch are a common thing."""
 
+    def life(folder, *, seed, until=None):
+        model, loader = new(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        seen = []
+        with mp.Checkpointer(
+            folder, every="1ep", model=model, optimizer=optimizer, loader=loader
+        ) as run:
+            for epoch in run.epochs(3):
+                if epoch == until:
+                    return seen, None
+                for number, (value,) in enumerate(run.batches(loader)):
+                    if number == 4:
+                        break
+                    seen.append(int(value))
+                    optimizer.zero_grad()
+                    model(value).square().sum().backward()
+                    optimizer.step()
+        return seen, dict(model.state_dict())
 
-def test_a_step_of_any_optimizer_cannot_be_repeated(tmp_path):
-    """The other optimizer's half of the batch is missing, and the first one's must not be lost."""
-    whole = duel(tmp_path / "whole")
-    with pytest.raises(BoomError):
-        duel(tmp_path / "cut", fail_at=3)
-    names = {found.name for found in mp.open_run(tmp_path / "cut").checkpoints(all=True)}
-    assert names == {"ba1", "ba2", "ba3", "failed/ba4"}
-    again = duel(tmp_path / "cut")
-    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
-
-
-class Counting(nn.Module):
-    """Puts a new buffer in place of the old one in every forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, inputs):
-        self.count = self.count + 1
-        return self.linear(inputs) * self.count
-
-
-def held(model, *optimizers):
-    """Return a watch on a model, with the first batch of an epoch in hand."""
-    hand, loader = BatchInHand(), ResumableLoader(DataLoader(DATA, batch_size=4))
-    hand.watch(optimizers=optimizers, models=[model])
-    batches = loader.iterate()
-    hand.take(loader, len(next(batches)))
-    return hand, loader, batches
-
-
-def take_next(hand, loader, batches):
-    hand.put_down()
-    hand.take(loader, len(next(batches)))
-
-
-@pytest.mark.parametrize("num_passes", [1, 2, 3])
-def test_a_buffer_that_is_replaced_counts_as_written(num_passes):
-    """Its version counter begins anew, and its place in memory may be that of the old one."""
-    model = Counting()
-    hand, _, _ = held(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert hand.is_untouched
-    assert hand.is_undone_by_repeating
-    for _ in range(num_passes):
-        with torch.no_grad():
-            model(DATA)
-    assert not hand.is_untouched
-    assert not hand.is_undone_by_repeating
-
-
-def test_a_parameter_that_is_trained_only_later_is_looked_at_too():
-    """Layers are unfrozen in the middle of a run, in a group of their own or not."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(1, 1))
-    model[0].requires_grad_(requires_grad=False)
-    optimizer = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
-    names = ParameterNames({"model": model})
-    hand, loader, batches = held(model, optimizer)
-    optimizer.step()
-    take_next(hand, loader, batches)
-    model[0].requires_grad_()
-    optimizer.add_param_group({"params": list(model[2].parameters())})
-    take_next(hand, loader, batches)
-    model(DATA).sum().backward()
-    take_next(hand, loader, batches)
-    assert set(hand.gradients(names)) == {f"{i}.{kind}" for i in range(3) for kind in WHAT}
-    for changed in (model[0].weight, model[2].bias):
-        take_next(hand, loader, batches)
-        assert hand.is_undone_by_repeating
-        changed.grad += 1
-        assert not hand.is_undone_by_repeating
-
-
-WHAT = ("weight", "bias")
-
-
-def test_a_step_at_the_end_of_the_epoch_uses_the_gradients_up():
-    """What is left of an accumulation is often trained on after the last batch."""
-    model = nn.Linear(4, 1)
-    names = ParameterNames({"model": model})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hand, _, _ = held(model, optimizer)
-    model(DATA).sum().backward()
-    hand.put_down()
-    assert set(hand.gradients(names)) == set(WHAT)
-    optimizer.step()
-    assert hand.gradients(names) == {}
-
-
-def test_a_restore_takes_away_gradients_that_are_not_stored(tmp_path):
-    """They belong to a batch that was never counted."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mp.Checkpointer(tmp_path, model=model, optimizer=optimizer, handle_signals=False) as run:
-        run.save("clean", wait=True)
-        model(torch.ones(1, 2)).sum().backward()
-        run.restore("clean")
-        assert [p.grad for p in model.parameters()] == [None, None]
-
-
-def test_a_damaged_checkpoint_leaves_no_gradients_behind(tmp_path):
-    """They were put in place before the damage came to light."""
-
-    def open_run():
-        model = frozen_in_front(0)
-        loader = DataLoader(DATA, batch_size=4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return (
-            model,
-            loader,
-            mp.Checkpointer(tmp_path, every="1ba", model=model, optimizer=optimizer, loader=loader),
-        )
-
-    model, loader, run = open_run()
-    with run:
-        for index, inputs in enumerate(run.batches(loader)):
-            if index == 0:
-                run.save("clean")
-            if index == 1:
-                break
-            model(inputs).sum().backward()
-    assert "gradients" in mp.open_run(tmp_path).get("ba1").load()["state"]
-    (part,) = (tmp_path / "ba1").rglob("rng*.safetensors")
-    content = bytearray(part.read_bytes())
-    content[-100] ^= 1
-    part.write_bytes(content)
-    model, _, run = open_run()
-    with run:
-        assert run.resumed_from == "clean"
-        assert [p.grad for p in model.parameters()] == [None, None]
-
-
-def test_stored_gradients_are_taken_only_where_they_fit(caplog):
-    """A lenient restore may go into a model of another shape; a stranger may store anything."""
-    model = nn.Linear(4, 1)
-    names = ParameterNames({"model": model})
-    hand = BatchInHand()
-    hand.watch(optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], models=[model])
-    stored = {"weight": torch.ones(2, 4), "bias": torch.ones(1), "foreign": torch.ones(1)}
-    hand.restore_gradients(stored, names)
-    assert model.weight.grad is None
-    assert torch.equal(model.bias.grad, torch.ones(1))
-    assert "gradient of weight" in caplog.text
-    assert "left behind: foreign" in caplog.text
-    for malformed in ({"weight": 5}, [torch.ones(1)]):
-        with pytest.raises(mp.FormatError):
-            hand.restore_gradients(malformed, names)
-    assert torch.equal(model.bias.grad, torch.ones(1))
+    straight = life(tmp_path / "straight", seed=1)
+    assert len(straight[0]) == 12
+    first, _ = life(tmp_path / "a", seed=1, until=1)
+    assert mp.open_run(tmp_path / "a").latest().time["batch"] == 4
+    rest, end = life(tmp_path / "a", seed=8)
+    assert first + rest == straight[0]
+    assert_equal_states(end, straight[1])
