@@ -16,6 +16,7 @@ moment before the first new batch, so that nothing done in between can disturb t
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,11 +26,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import MismatchError
 from .report import restoring
-from .rng import apply_rng, capture_rng
-from .samplers import generators_of
+from .rng import apply_rng, capture_rng, set_generator
+from .samplers import data_note, generators_of, order_note
 from .skipping import SkippingLoader
 
 __all__ = ["ResumableLoader", "num_samples"]
+
+_log = logging.getLogger("milepost")
+
+_MEASURES = {
+    "batch_size": "samples in a batch",
+    "num_samples": "samples in the data set",
+    "num_batches": "batches in an epoch",
+}
 
 
 class ResumableLoader:
@@ -49,8 +58,18 @@ class ResumableLoader:
         self._pending: Mapping[str, Any] | None = None
         self._was_iterated = False
         self._num_begun = 0
+        self._epoch: int | None = None
+        self._is_before_fetch = False
+        self._fetch_generators: list[Tensor] = []
         self.fetch_rng: dict[str, Any] | None = None
         """The random state right before the newest batch was fetched."""
+        self.is_fetching = False
+        """Whether a batch is being fetched; still so when an error ended the fetch. The position
+        and the state are those before it then, and ``fetch_rng`` is what belongs to them. A loader
+        that keeps its own position may have moved on, though."""
+        note = self._order_note()
+        if note is not None:
+            _log.warning(note)
         self.is_fetching = False
         """Whether a batch is being fetched: an error now has come out of the loader."""
 
@@ -82,10 +101,17 @@ class ResumableLoader:
                 "Random numbers drawn inside loader workers are repeated only if each sample seeds "
                 "its own generator."
             )
+        draws = None if self.kind == "stateful" else data_note(self.loader)
+        notes += [note for note in (self._order_note(), draws) if note is not None]
         return tuple(notes)
+
+    def _order_note(self) -> str | None:
+        is_its_own = self.kind == "stateful" and not self._is_torchdata
+        return None if is_its_own else order_note(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers and the data set which epoch begins, where they want to know."""
+        self._epoch = epoch
         loader = self.loader
         batch_sampler = getattr(loader, "batch_sampler", None)
         targets = (
@@ -108,33 +134,53 @@ class ResumableLoader:
             rng: The state of the random generators at the checkpoint. Applied once, at the last
                 moment before the first batch is fetched.
         """
-        pending, self._pending = self._pending, None
-        if pending is None or not (pending["position"] or pending.get("is_open")):
-            if pending is not None:
-                self._return_between_epochs(pending)
-            if rng is not None:
-                apply_rng(rng)
-            self._position, self._start = 0, self._note_start()
-            self._num_begun += 1
-            iterator = self._begin(0)
-        else:
-            with restoring("the checkpoint", "loader"):
-                iterator = self._return_to(pending)
-            if rng is not None:
-                apply_rng(rng)
+        iterator = self._open_epoch(rng)
         # Held here only: workers end at once when the loop is left, and not when some garbage
         # collection comes by.
         self._was_iterated = True
         while True:
-            self.fetch_rng, self.is_fetching = capture_rng(), True
+            self._note_fetch()
             try:
                 batch = next(iterator)
             except StopIteration:
                 self.is_fetching = False
                 return
-            self.is_fetching = False
             self._position += 1
+            self.is_fetching = self._is_before_fetch = False
             yield batch
+
+    def _open_epoch(self, rng: Mapping[str, Any] | None) -> Iterator[Any]:
+        """Begin an epoch, or go back into one. Where that fails, it has not happened."""
+        before = capture_rng() if rng is None else rng
+        generators, num_begun = self._generator_states(), self._num_begun
+        self.fetch_rng, self.is_fetching, self._is_before_fetch = None, False, False
+        pending = self._pending
+        try:
+            if pending is not None and self._is_within_epoch(pending):
+                iterator = self._return_to(pending)
+                if rng is not None:
+                    apply_rng(rng)
+            else:
+                if pending is not None:
+                    self._return_between_epochs(pending)
+                if rng is not None:
+                    apply_rng(rng)
+                self._position, self._start = 0, self._note_start()
+                self._num_begun += 1
+                iterator = self._begin(0)
+        except BaseException:
+            self._position, self._start, self._num_begun = 0, None, num_begun
+            self._set_generators(generators)
+            apply_rng(before)
+            raise
+        self._pending = None
+        return iterator
+
+    def _note_fetch(self) -> None:
+        self.fetch_rng = capture_rng()
+        if self._reads_here:
+            self._fetch_generators = self._generator_states()
+        self.is_fetching = self._is_before_fetch = True
 
     def unread(self) -> bool:
         """Count the batch that was handed out last as not used.
@@ -145,15 +191,18 @@ class ResumableLoader:
         if self.kind == "stateful" or self._position == 0:
             return False
         self._position -= 1
+        self._is_before_fetch = True
         return True
 
     def reread(self) -> None:
         """Undo :meth:`unread`."""
         self._position += 1
+        self._is_before_fetch = False
 
     def end_epoch(self) -> None:
         """Forget the position: the next :meth:`iterate` begins an epoch."""
         self._position, self._start, self._pending = 0, None, None
+        self.is_fetching = self._is_before_fetch = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what it takes to get there again."""
@@ -163,12 +212,18 @@ class ResumableLoader:
             "kind": self.kind,
             "position": self._position,
             "is_open": self._start is not None,
-            "num_batches": self.num_batches,
             "num_begun": self._num_begun,
+            "epoch": self._epoch,
             "start": self._start,
+            **self._measures(),
         }
         if self._start is None or self.kind == "stateful":
-            state["generators"] = [g.get_state() for g in generators_of(self.loader)]
+            state["generators"] = self._generator_states()
+        elif self._reads_here:
+            # At the end of an epoch a sampler may draw once more. It does so again when it is asked
+            # for more than there is, so that this is a point before a fetch, too.
+            now = not self._is_before_fetch
+            state["generators"] = self._generator_states() if now else self._fetch_generators
         if self.kind == "stateful" and (self._was_iterated or not self._is_torchdata):
             # Torchdata's would begin to iterate, and draw random numbers for it.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
@@ -186,12 +241,20 @@ class ResumableLoader:
                 f"The checkpoint is at batch {position} of an epoch of a loader of the kind "
                 f"{kind!r}; this one is of the kind {self.kind!r}."
             )
-        length = self.num_batches
+        epoch, length = state.get("epoch"), self.num_batches
+        if position and type(epoch) is int and state.get("num_batches") != length:
+            # A sampler may make another number of batches in every epoch.
+            self.set_epoch(epoch)
+            length = self.num_batches
         if length is not None and position > length:
             return (
                 f"The checkpoint is at batch {position} of an epoch, but this loader has only "
                 f"{length} batches."
             )
+        if position and not (self.kind == "stateful" and not self._is_torchdata):
+            reason = self._other_measure(state)
+            if reason is not None:
+                return reason
         workers = getattr(self.loader, "num_workers", 0)
         if position and self._is_torchdata and state.get("num_workers", workers) != workers:
             return (
@@ -221,16 +284,56 @@ class ResumableLoader:
             # It may be looked at, or iterated by other hands, before it is iterated here.
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
+    def _measures(self) -> dict[str, int | None]:
+        """Return what a position in batches depends on; ``None`` where it cannot be told."""
+        loader: Any = self.loader
+        size = getattr(loader, "batch_size", None)
+        if size is None:
+            size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        try:
+            num_samples = len(loader.dataset)
+        except (AttributeError, TypeError, NotImplementedError):
+            num_samples = None
+        return {
+            "batch_size": size if type(size) is int else None,
+            "num_samples": num_samples,
+            "num_batches": self.num_batches,
+        }
+
+    def _other_measure(self, state: Mapping[str, Any]) -> str | None:
+        live = self._measures()
+        for name, unit in _MEASURES.items():
+            stored, now = state.get(name), live[name]
+            if stored is not None and now is not None and stored != now:
+                return (
+                    f"The checkpoint is at batch {state['position']} of an epoch with {stored} "
+                    f"{unit}; this loader has {now}."
+                )
+        return None
+
+    @property
+    def _reads_here(self) -> bool:
+        """Return whether samples are read in this process, none of them ahead of the training."""
+        return self.kind == "indexed" and not getattr(self.loader, "num_workers", 0)
+
+    def _is_within_epoch(self, state: Mapping[str, Any]) -> bool:
+        # A loader of another kind may take over an epoch that was begun and not read from.
+        is_open = state.get("is_open") and state["kind"] == self.kind
+        return bool(state["position"] or is_open)
+
+    def _generator_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in generators_of(self.loader)]
+
     def _note_start(self) -> dict[str, Any]:
         """Note every generator that the order of the coming epoch may be drawn from."""
         return {
             "rng": capture_rng(),
-            "generators": [g.get_state() for g in generators_of(self.loader)],
+            "generators": self._generator_states(),
         }
 
     def _set_generators(self, states: Iterable[Any]) -> None:
         for generator, saved in zip(generators_of(self.loader), states, strict=False):
-            generator.set_state(saved)
+            set_generator(generator, saved)
 
     def _begin(self, skip: int) -> Iterator[Any]:
         if self._skipping is not None:
@@ -240,13 +343,18 @@ class ResumableLoader:
     def _return_to(self, state: Mapping[str, Any]) -> Iterator[Any]:
         self._position, self._start = state["position"], state["start"]
         assert self._start is not None
-        if self.kind == "stateful":
-            return self._return_stateful(state)
-        apply_rng(self._start["rng"])
-        self._set_generators(self._start["generators"])
+        with restoring("the checkpoint", "loader"):
+            # A torchdata loader does not keep what samplers of torch draw their order from.
+            apply_rng(self._start["rng"])
+            self._set_generators(self._start["generators"])
+            if self.kind == "stateful":
+                return self._return_stateful(state)
         iterator = self._begin(self._position)
         if self.kind == "replayed":
             deque(itertools.islice(iterator, self._position), maxlen=0)
+        elif self._reads_here:
+            # The data set may draw from one, and was not read from now.
+            self._set_generators(state.get("generators", ()))
         return iterator
 
     @property
@@ -270,7 +378,8 @@ class ResumableLoader:
 
     def _return_between_epochs(self, state: Mapping[str, Any]) -> None:
         """Restore what a loader and the generators of its samplers carry from epoch to epoch."""
-        if "loader" in state and not (self._is_torchdata and state["num_workers"]):
+        is_kept = self.kind == "stateful" and "loader" in state
+        if is_kept and not (self._is_torchdata and state["num_workers"]):
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             if self._is_torchdata:
                 iter(self.loader)  # restores the data set; the epoch that it begins is dropped

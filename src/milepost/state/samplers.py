@@ -92,7 +92,7 @@ def _unknown(sampler: Any) -> Any:
     ):
         return _unknown(sampler.sampler)
     if cls.__iter__ is RandomSampler.__iter__:
-        # It may draw several times in an epoch, which only a generator of its own makes good.
-        return sampler if sampler.generator is torch.default_generator else None
+        draws_late = sampler.replacement or len(sampler) > len(sampler.data_source)
+        return sampler if draws_late and sampler.generator is torch.default_generator else None
     is_known = isinstance(sampler, list | tuple | range) or cls.__iter__ in _KNOWN
     return None if is_known or is_torchdata else sampler
