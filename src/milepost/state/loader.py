@@ -70,8 +70,6 @@ class ResumableLoader:
         note = self._order_note()
         if note is not None:
             _log.warning(note)
-        self.is_fetching = False
-        """Whether a batch is being fetched: an error now has come out of the loader."""
 
     @property
     def num_batches(self) -> int | None:
