@@ -206,7 +206,7 @@ class Saver(Generic[T]):
     def _abandon(self, held: Claim, error: BaseException) -> None:
         """Remove what a failed attempt wrote; say so where that fails too."""
         try:
-            left = abandon(self.store, held.folder)
+            left = abandon(self.store, held)
         except CheckpointError as second:
             _log.warning("After %s: %s was not removed: %s", error, held.folder, second)
             return

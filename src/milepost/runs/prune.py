@@ -4,7 +4,7 @@ A checkpoint is deleted in this order, and a stop in between leaves what the rig
 
     step                                    in the folder                    a reader sees
     rename manifest.json to deleted.json    deleted.json, parts, attempt     deleting, not counted
-    delete every part                       deleted.json, some parts, ...    deleting
+    delete every file of the manifest       deleted.json, some parts, ...    deleting
     sync the folder                         deleted.json, attempt.json       deleting
     delete attempt.json                     deleted.json                     deleting
     delete deleted.json                     nothing                          nothing
@@ -13,13 +13,14 @@ The intent stands in the store from the first step to the last, so that any late
 the work without knowing who began it. At no moment is there a commit whose files are missing.
 
 What is never deleted: the newest checkpoint on the lineage, pinned ones, those that the caller
-protects, orphaned and diagnostic ones, and anything that Milepost did not make. Before the first
+protects, orphaned and diagnostic ones, and anything that Milepost did not make: a file of someone
+else's in the folder stays, and the folder with it, which then is no checkpoint. Before the first
 deletion the newest checkpoint is looked at; if it is not whole, the newest whole one stays too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import (
@@ -29,21 +30,22 @@ from ..errors import (
     MissingError,
     UsageError,
 )
-from ..format.layout import ATTEMPT, DELETED, MANIFEST
+from ..format.layout import ATTEMPT, DELETED, MANIFEST, session_key
 from ..stores.base import Store
+from .erase import TEMPORARY_MAX_AGE_S, condemn, erase, read_write_id
 from .folders import check_folder, file_key
 from .identity import Identity
 from .keep import KeepPolicy, Record, keep_any
 from .pins import is_pinned
-from .publish import abandon
+from .publish import give_up
 from .scan import Found, RunView, State, scan
 from .sessions import Session, check_not_fenced, is_provably_dead
 from .verify import newest_good
 
 __all__ = ["Decision", "PruneReport", "decide", "delete_checkpoint", "prune", "sweep"]
 
-TEMPORARY_MAX_AGE_S = 3600.0
-"""Temporary files of a store that are older than this have no writer any more."""
+ATTEMPT_MAX_AGE_S = 24 * 3600.0
+"""An attempt that nothing was written to for so long has no writer any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,16 @@ class Decision:
         name: The checkpoint.
         keep: Whether it stays.
         reason: Why, in plain words.
+        has_begun: Whether its deletion has begun: it is no checkpoint, and ``prune`` finishes it.
+        write_id: The attempt that wrote it, so that a newer one of the same name is left alone;
+            ``None`` for whichever there is.
     """
 
     name: str
     keep: bool
     reason: str
+    has_begun: bool = False
+    write_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,8 @@ def decide(
         if not policies and not reasons:
             reasons.append("there is no policy")
         reason = "; ".join(reasons) or "kept by no policy"
-        decisions.append(Decision(found.name, bool(reasons), reason))
+        has_begun = found.state is State.DELETING
+        decisions.append(Decision(found.name, bool(reasons), reason, has_begun, found.write_id))
     return decisions
 
 
@@ -135,7 +143,7 @@ def prune(
 ) -> PruneReport:
     """Delete what was given up, after looking again that it may go.
 
-    One that cannot be deleted does not stop the others.
+    One that cannot be deleted does not stop the others. Deletions that others began are finished.
 
     Args:
         store: The run's store.
@@ -145,26 +153,31 @@ def prune(
     Raises:
         FencedError: A newer session owns the run. Nothing was deleted.
     """
-    victims = [decision.name for decision in decisions if not decision.keep]
-    if not victims:
+    victims = {decision.name: decision.write_id for decision in decisions if not decision.keep}
+    if not victims and not any(decision.has_begun for decision in decisions):
         return PruneReport()
     if session is not None:
         check_not_fenced(store, session)
     view = scan(store)
-    spared = _must_stay(store, view)
-    by_name = {found.name: found for found in view.found}
+    spared = _must_stay(store, view) if victims else {}
     deleted: list[str] = []
     errors: dict[str, CheckpointError] = {}
     freed_bytes = 0
-    for name in victims:
-        found = by_name.get(name)
-        if found is None or found.state not in (State.COMMITTED, State.DELETING):
-            continue  # another process deleted it, or it went off the lineage since
-        if name in spared:
+    for found in view.found:
+        name = found.name
+        has_begun = found.state is State.DELETING
+        if not has_begun and (found.state is not State.COMMITTED or name not in victims):
+            continue
+        if not has_begun and victims[name] not in (None, found.write_id):
+            continue  # another one by now
+        if not has_begun and name in spared:
             errors[name] = UsageError(f"{name} was not deleted: it is {spared[name]}.", name=name)
             continue
         try:
-            delete_checkpoint(store, name)
+            if has_begun:
+                _finish_deletion(store, name)
+            elif not _delete(store, name, write_id=found.write_id):
+                continue  # another process deleted it, and perhaps made a new one of that name
         except CheckpointError as error:
             errors[name] = error
             continue
@@ -176,6 +189,8 @@ def prune(
 def delete_checkpoint(store: Store, name: str, *, force: bool = False) -> None:
     """Delete one checkpoint; one that is half deleted, or gone, is no error.
 
+    Files in its folder that Milepost did not make stay.
+
     Args:
         store: The run's store.
         name: The checkpoint's folder.
@@ -186,27 +201,21 @@ def delete_checkpoint(store: Store, name: str, *, force: bool = False) -> None:
         IncompleteError: The folder is an attempt that was never committed.
     """
     check_folder(name)
-    manifest, deleted = file_key(name, MANIFEST), file_key(name, DELETED)
-    if not force and is_pinned(store, name):
-        raise UsageError(
-            f"{name} is pinned and was not deleted.", hint="Unpin it first.", name=name
-        )
+    _refuse_pinned(store, name, force=force)
     try:
-        store.rename(manifest, deleted)
-    except ExistsError:
-        # A stop in the middle of a rename in two steps has left both.
-        store.delete(manifest)
+        write_id = read_write_id(store, file_key(name, MANIFEST))
     except MissingError:
         keys = {entry.key for entry in store.list(name)}
-        if not keys:
-            return
-        if deleted not in keys:
+        if file_key(name, DELETED) in keys:
+            _finish_deletion(store, name)
+        elif file_key(name, ATTEMPT) in keys:
             raise IncompleteError(
                 f"{name} holds no checkpoint, but files of an attempt at one.",
                 hint="They are swept once it is certain that their writer has ended.",
                 name=name,
             ) from None
-    _delete_files(store, name)
+        return
+    _delete(store, name, write_id=write_id, force=force)
 
 
 def sweep(
@@ -219,7 +228,8 @@ def sweep(
     """Finish deletions and remove attempts that nobody will finish.
 
     Call it after :func:`~milepost.runs.record_origin`. An attempt of another session goes only if
-    it is certain that its process has ended.
+    it is certain that its process has ended, or if nothing was written to it for 24 hours by the
+    clock of the store.
 
     Args:
         store: The run's store.
@@ -239,16 +249,14 @@ def sweep(
     errors: list[CheckpointError] = []
     removed: list[str] = []
     for found in view.found:
-        if found.state is State.DELETING:
-            action: Callable[[Store, str], object] = _finish_deletion
-        elif found.state is State.INCOMPLETE and found.name not in own_attempts:
-            if not _is_over(view, found, session, identity):
-                continue
-            action = _abandon_wholly
-        else:
-            continue
+        is_attempt = found.state is State.INCOMPLETE and found.name not in own_attempts
         try:
-            action(store, found.name)
+            if found.state is State.DELETING:
+                _finish_deletion(store, found.name)
+            elif is_attempt and _is_over(store, view, found, session, identity):
+                _give_up_wholly(store, found)
+            else:
+                continue
             removed.append(found.name)
         except CheckpointError as error:
             errors.append(error)
@@ -278,44 +286,57 @@ def _must_stay(store: Store, view: RunView) -> dict[str, str]:
     return stays
 
 
-def _delete_files(store: Store, name: str) -> None:
-    claimed, deleted = file_key(name, ATTEMPT), file_key(name, DELETED)
-    for entry in list(store.list(name)):
-        if entry.key not in (claimed, deleted):
-            store.delete(entry.key)
+def _refuse_pinned(store: Store, name: str, *, force: bool) -> None:
+    if not force and is_pinned(store, name):
+        raise UsageError(
+            f"{name} is pinned and was not deleted.", hint="Unpin it first.", name=name
+        )
+
+
+def _delete(store: Store, name: str, *, write_id: str | None, force: bool = False) -> bool:
+    """Delete the checkpoint of one attempt; return ``False`` if it is no longer in the folder."""
+    _refuse_pinned(store, name, force=force)
     try:
-        # The order of the last two must hold after a power cut as well.
-        store.sync_folder(name)
-        store.delete(claimed)
-        store.sync_folder(name)
-    except MissingError:
-        return  # another process has finished the same deletion
-    store.delete(deleted)
+        is_marked = condemn(store, file_key(name, MANIFEST), write_id=write_id)
+    except ExistsError:
+        # A stop in the middle of a rename in two steps has left both, and what follows removes
+        # the manifest first.
+        is_marked = True
+    if is_marked:
+        _finish_deletion(store, name)
+    return is_marked
 
 
 def _finish_deletion(store: Store, name: str) -> None:
-    delete_checkpoint(store, name, force=True)
+    failed = erase(store, name)
+    if failed:
+        raise next(iter(failed.values()))
 
 
-def _abandon_wholly(store: Store, name: str) -> None:
-    left = abandon(store, name)
+def _give_up_wholly(store: Store, found: Found) -> None:
+    left = give_up(store, found.name, write_id=found.write_id)
     if left:
         raise IncompleteError(
-            f"{len(left)} files of the attempt in {name} could not be deleted.",
+            f"{len(left)} files of the attempt in {found.name} could not be deleted.",
             hint="Check the owner and the mode of the folder.",
-            name=name,
+            name=found.name,
             files=left,
         )
 
 
-def _is_over(view: RunView, found: Found, session: Session, identity: Identity | None) -> bool:
-    """Return whether it is certain that nobody will finish an attempt."""
+def _is_over(
+    store: Store, view: RunView, found: Found, session: Session, identity: Identity | None
+) -> bool:
+    """Return whether nobody will finish an attempt."""
     if found.session == session.number:
         return True
     others = [one for one in view.sessions if one.number != session.number]
     if found.session is not None:
         others = [one for one in others if one.number == found.session]
-        if not others:
-            return False
     # A claim that cannot be read may be any session's: all of them must have ended.
-    return all(is_provably_dead(one, identity) for one in others)
+    is_known = bool(others) or found.session is None
+    if is_known and all(is_provably_dead(one, identity) for one in others):
+        return True
+    # Both times are by the clock of the store, whatever the clocks of the writers say.
+    now_s = store.head(session_key(session.number)).modified_s
+    return now_s - found.modified_s >= ATTEMPT_MAX_AGE_S

@@ -19,8 +19,16 @@ When a newer session took over, the manifest may already be there. It is not ack
 new session saw it before it chose what to go on from, it counts; otherwise it is off the lineage
 and listed as orphaned. Either way it is whole, and the fenced writer deletes nothing.
 
-An attempt that failed is removed by ``abandon``: parts first, ``attempt.json`` last, so that a stop
-in between leaves an incomplete folder and not files that nobody knows.
+An attempt that failed is given up by ``abandon``:
+
+    step                               in the folder                      a reader sees
+    rename attempt.json, if it is      deleted.json, parts                deleting, not counted
+    that of the attempt, to deleted.json
+    delete every part                  deleted.json, some parts           deleting
+    delete deleted.json                nothing                            nothing
+
+Whoever is late, because a newer session has swept the attempt and taken the folder for one of its
+own, finds another claim there and touches nothing; see ``runs/erase.py``.
 """
 
 from __future__ import annotations
@@ -41,17 +49,16 @@ from ..errors import (
     StorageError,
     UsageError,
 )
-from ..format.canonical import dump_record, load_record
-from ..format.layout import ATTEMPT, LATEST, MANIFEST
+from ..format.canonical import dump_record
+from ..format.layout import ATTEMPT, DELETED, LATEST, MANIFEST
 from ..format.manifest import FORMAT_VERSION, Manifest
 from ..stores.base import Store
+from .erase import condemn, erase, read_write_id
 from .folders import candidates, check_folder, file_key
 from .scan import read_manifest
 from .sessions import Session, check_not_fenced
 
 __all__ = ["Claim", "abandon", "claim", "point_latest", "publish"]
-
-_MAX_RECORD_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +118,16 @@ def claim(
     for folder in tried:
         if next(iter(store.list(folder)), None) is not None:
             continue
+        claimed = file_key(folder, ATTEMPT)
         try:
-            store.put_new(file_key(folder, ATTEMPT), dump_record(fields))
+            store.put_new(claimed, dump_record(fields))
         except ExistsError:
             if _claimed_by(store, folder) != write_id:
                 continue
+        if any(entry.key != claimed for entry in store.list(folder)):
+            # Since the first look another attempt came and is just being removed again.
+            store.delete(claimed)
+            continue
         return Claim(folder, session.number, attempt, write_id)
     raise ExistsError(
         f"The folders {', '.join(tried)} at {store.url} are all taken.",
@@ -163,29 +175,58 @@ def publish(store: Store, session: Session, manifest: Manifest) -> None:
     check_not_fenced(store, session)
 
 
-def abandon(store: Store, claim_folder: str) -> list[str]:
+def abandon(store: Store, held: Claim | str) -> list[str]:
     """Delete the files of an attempt that will never be published.
 
+    Args:
+        store: The run's store.
+        held: The claim. If the folder belongs to another attempt by now, nothing is touched. A
+            folder alone stands for whatever claim is in it: only for callers who know that
+            there can be no other.
+
     Returns:
-        The keys that could not be deleted. The claim stays as long as one of them does, so that a
-        later session tries again.
+        The keys that could not be deleted. The folder stays marked as long as there are any, so
+        that a later session tries again.
 
     Raises:
         UsageError: There is a commit in the folder.
     """
-    check_folder(claim_folder)
-    claimed = file_key(claim_folder, ATTEMPT)
-    keys = [entry.key for entry in store.list(claim_folder)]
-    if file_key(claim_folder, MANIFEST) in keys:
+    if isinstance(held, Claim):
+        return give_up(store, held.folder, write_id=held.write_id)
+    for file in (ATTEMPT, DELETED):
+        try:
+            write_id = read_write_id(store, file_key(check_folder(held), file))
+        except MissingError:
+            continue
+        return give_up(store, held, write_id=write_id)
+    return []
+
+
+def give_up(store: Store, folder: str, *, write_id: str | None) -> list[str]:
+    """Delete the files of one attempt; see :func:`abandon`.
+
+    Args:
+        store: The run's store.
+        folder: The folder.
+        write_id: The attempt; ``None`` for one whose claim cannot be read.
+    """
+    claimed, deleted = (file_key(check_folder(folder), file) for file in (ATTEMPT, DELETED))
+    # In this order: a newer attempt has another claim before it has a manifest.
+    if _is_there(store, folder, MANIFEST) and _write_id_of(store, claimed) == (write_id,):
         raise UsageError(
-            f"{claim_folder} holds a committed checkpoint and is not an attempt to abandon.",
+            f"{folder} holds a committed checkpoint and is not an attempt to abandon.",
             hint="Delete the checkpoint by its name if you mean to.",
-            name=claim_folder,
+            name=folder,
         )
-    left = [key for key in keys if key != claimed and not _delete(store, key)]
-    if claimed in keys and (left or not _delete(store, claimed)):
-        left.append(claimed)
-    return left
+    try:
+        is_marked = condemn(store, claimed, write_id=write_id)
+    except ExistsError:  # a stop in the middle of a rename in two steps has left both
+        is_marked = False
+    # It may have been given up before, and not wholly removed.
+    if not is_marked and _write_id_of(store, deleted) != (write_id,):
+        return []
+    failed = erase(store, folder)
+    return list(dict.fromkeys((*failed, deleted))) if failed else []
 
 
 def point_latest(store: Store, name: str) -> CheckpointError | None:
@@ -252,19 +293,24 @@ def _is_ours(store: Store, folder: str, manifest: Manifest) -> bool:
         return False
 
 
-def _claimed_by(store: Store, folder: str) -> str | None:
-    key = file_key(folder, ATTEMPT)
+def _write_id_of(store: Store, key: str) -> tuple[str | None] | None:
+    """Return the write id of a record, in brackets, since a torn one has none; or ``None``."""
     try:
-        fields = load_record(store.get(key, max_bytes=_MAX_RECORD_BYTES), where=key)
-    except (MissingError, FormatError):
+        return (read_write_id(store, key),)
+    except MissingError:
         return None
-    write_id = fields.get("write_id")
-    return write_id if isinstance(write_id, str) else None
 
 
-def _delete(store: Store, key: str) -> bool:
+def _is_there(store: Store, folder: str, file: str) -> bool:
     try:
-        store.delete(key)
-    except CheckpointError:
+        store.head(file_key(folder, file))
+    except MissingError:
         return False
     return True
+
+
+def _claimed_by(store: Store, folder: str) -> str | None:
+    try:
+        return read_write_id(store, file_key(folder, ATTEMPT))
+    except MissingError:
+        return None

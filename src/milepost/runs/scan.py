@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Real
 from typing import Any
@@ -78,6 +78,7 @@ class Found:
         modified_s: When its newest record was written, by the store's clock.
         session: Number of the session that wrote it, if known.
         attempt: Number of the attempt within the session, if known.
+        write_id: Identity of the attempt, if known.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Found:
     modified_s: float
     session: int | None = None
     attempt: int | None = None
+    write_id: str | None = None
 
     @property
     def order(self) -> tuple[int, int, int, str]:
@@ -257,11 +259,9 @@ def _look(store: Store, name: str, pins: Mapping[str, str]) -> Found | None:
     except MissingError:
         return _look_uncommitted(store, name, is_pinned)
     except (FormatError, StorageError) as error:
-        session, attempt = _read_attempt(store, name) or (None, None)
         size_bytes, modified_s = _measure(store, name)
-        return Found(
-            name, State.DAMAGED, None, error, is_pinned, size_bytes, modified_s, session, attempt
-        )
+        claim = _read_claim(store, name)
+        return Found(name, State.DAMAGED, None, error, is_pinned, size_bytes, modified_s, *claim)
     state = State.COMMITTED
     if _is_there(store, file_key(name, DELETED)):
         state = State.DELETING
@@ -275,6 +275,7 @@ def _look(store: Store, name: str, pins: Mapping[str, str]) -> Found | None:
         modified_s,
         manifest.session,
         manifest.attempt,
+        manifest.write_id,
     )
 
 
@@ -282,21 +283,26 @@ def _look_uncommitted(store: Store, name: str, is_pinned: bool) -> Found | None:
     is_deleting = _is_there(store, file_key(name, DELETED))
     if not is_deleting and not _is_there(store, file_key(name, ATTEMPT)):
         return None
-    session, attempt = _read_attempt(store, name) or (None, None)
     size_bytes, modified_s = _measure(store, name)
     state = State.DELETING if is_deleting else State.INCOMPLETE
-    return Found(name, state, None, None, is_pinned, size_bytes, modified_s, session, attempt)
+    claim = _read_claim(store, name)
+    return Found(name, state, None, None, is_pinned, size_bytes, modified_s, *claim)
 
 
-def _read_attempt(store: Store, name: str) -> tuple[int, int] | None:
-    """Return session and attempt of a claim, or ``None`` if it is missing or cannot be read."""
+def _read_claim(store: Store, name: str) -> tuple[int | None, int | None, str | None]:
+    """Return session, attempt and write id of a claim, or nothing if it cannot be read."""
     key = file_key(name, ATTEMPT)
     try:
         fields = load_record(store.get(key, max_bytes=_MAX_RECORD_BYTES), where=key)
     except (MissingError, FormatError, StorageError):
-        return None
-    session, attempt = fields.get("session"), fields.get("attempt")
-    return (session, attempt) if type(session) is int and type(attempt) is int else None
+        return None, None, None
+    session, attempt, write_id = (fields.get(k) for k in ("session", "attempt", "write_id"))
+    is_known = type(session) is int and type(attempt) is int
+    return (
+        session if is_known else None,
+        attempt if is_known else None,
+        write_id if isinstance(write_id, str) else None,
+    )
 
 
 def _is_there(store: Store, key: str) -> bool:
@@ -321,17 +327,7 @@ def _mark(found: Found, members: set[str]) -> Found:
         return found
     is_apart = found.name.partition("/")[0] in DIAGNOSTIC_FOLDERS
     state = State.DIAGNOSTIC if is_apart else State.ORPHANED
-    return Found(
-        found.name,
-        state,
-        found.manifest,
-        found.error,
-        found.is_pinned,
-        found.size_bytes,
-        found.modified_s,
-        found.session,
-        found.attempt,
-    )
+    return replace(found, state=state)
 
 
 def _commits(run: RunRecord, found: Sequence[Found]) -> list[Found]:

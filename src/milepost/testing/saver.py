@@ -69,7 +69,7 @@ def save_files(
         publish(store, session, manifest)
     except CheckpointError:
         if not is_written:
-            abandon(store, claimed.folder)
+            abandon(store, claimed)
         raise
     point_latest(store, claimed.folder)
     return manifest

@@ -16,6 +16,7 @@ from milepost.errors import (
     UsageError,
 )
 from milepost.runs import (
+    Claim,
     Identity,
     State,
     abandon,
@@ -70,6 +71,25 @@ def test_a_claim_keeps_out_of_used_folders(store, begin):
     assert claim(store, begin(store), "ep1", 1).folder == "ep1-s1"
     assert claim(store, begin(store), "nan/ba7", 1).folder == "nan/ba7"
     assert claim(store, begin(store), "nan/ba7", 1).folder == "nan/ba7-s3"
+
+
+def test_a_claim_beside_what_is_being_removed_is_withdrawn(store, begin):
+    """Since the first look another attempt came and went, and is not yet wholly gone."""
+    session = begin(store)
+
+    class Busy:
+        url, traits = store.url, store.traits
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def put_new(self, key, data):
+            if key == "ep1/attempt.json":
+                store.put_new("ep1/deleted.json", b"torn")
+            store.put_new(key, data)
+
+    assert claim(Busy(), session, "ep1", 1).folder == "ep1-s1"
+    assert keys(store, "ep1") == {"ep1/deleted.json"}
 
 
 def test_threads_get_different_folders(store, begin):
@@ -203,7 +223,11 @@ def test_abandoning_removes_the_attempt(store, prepared):
     session, _ = prepared
     assert abandon(store, "ep2") == []
     assert keys(store, "ep2") == set()
-    assert claim(store, session, "ep2", 3).folder == "ep2"
+    held = claim(store, session, "ep2", 3)
+    assert held.folder == "ep2"
+    assert abandon(store, held) == []
+    assert abandon(store, held) == []
+    assert keys(store, "ep2") == set()
     assert abandon(store, "never") == []
 
 
@@ -211,17 +235,38 @@ def test_a_commit_is_not_abandoned(store, prepared):
     """A clean-up that was called on the wrong path must not lose a checkpoint."""
     session, manifest = prepared
     publish(store, session, manifest)
-    with pytest.raises(UsageError):
-        abandon(store, "ep2")
+    for held in ("ep2", Claim("ep2", 1, 2, manifest.write_id)):
+        with pytest.raises(UsageError):
+            abandon(store, held)
+    assert abandon(store, Claim("ep2", 1, 2, "of an attempt that was here before")) == []
     assert scan(store).latest().name == "ep2"
+    assert keys(store, "ep2") == {"ep2/attempt.json", "ep2/part", "ep2/manifest.json"}
+
+
+def test_a_folder_that_is_not_ours_is_not_abandoned(store):
+    """There is no claim in it, so there is nothing to give up."""
+    store.put_new("mine/notes.txt", b"1")
+    assert abandon(store, "mine") == []
+    assert keys(store, "mine") == {"mine/notes.txt"}
 
 
 def test_what_cannot_be_deleted_is_told_and_keeps_its_claim(store, prepared):
-    """Files without a claim would belong to nobody, for ever."""
-    broken = FaultStore(store, [Fault(2, error=StorageError("busy"))])
-    assert abandon(broken, "ep2") == ["ep2/part", "ep2/attempt.json"]
-    assert keys(store, "ep2") == {"ep2/part", "ep2/attempt.json"}
-    assert abandon(store, "ep2") == []
+    """Files without a mark would belong to nobody, for ever."""
+    session, _ = prepared
+    held = claim(store, session, "ep3", 3)
+    write_key(store, "ep3/part", b"ep3")
+    counting = FaultStore(store)
+    assert abandon(counting, Claim("ep2", 1, 2, prepared[1].write_id)) == []
+    at = counting.operations.index("delete ep2/part") + 1
+    broken = FaultStore(store, [Fault(at, error=StorageError("busy"))])
+    assert abandon(broken, held) == ["ep3/part", "ep3/deleted.json"]
+    assert keys(store, "ep3") == {"ep3/part", "ep3/deleted.json"}
+    assert scan(store).get("ep3").state is State.DELETING
+    assert claim(store, session, "ep3", 4).folder == "ep3-s1"
+    assert abandon(store, replace(held, write_id="another")) == []
+    assert keys(store, "ep3") == {"ep3/part", "ep3/deleted.json"}
+    assert abandon(store, held) == []
+    assert keys(store, "ep3") == set()
 
 
 def test_the_hint_cannot_fail_a_save(store, tmp_path, monkeypatch):
