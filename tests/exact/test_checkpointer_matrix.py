@@ -64,7 +64,7 @@ class Samples(Dataset):
 
     def __init__(self, is_augmented):
         generator = torch.Generator().manual_seed(3)
-        self.values = torch.randn(EPOCHS * 0 + BATCHES * BATCH_SIZE, 5, generator=generator)
+        self.values = torch.randn(BATCHES * BATCH_SIZE, 5, generator=generator)
         self.is_augmented = is_augmented
 
     def __len__(self):
