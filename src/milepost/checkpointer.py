@@ -497,14 +497,18 @@ class Checkpointer:
         self._writer.wait_for_writing(None)
         self._log_earlier_errors()
         rng: Mapping[str, Any] | None = None
-        if self._iterated is not None and self._iterated.is_fetching:
-            rng = self._iterated.fetch_rng  # what the loader drew before it failed is drawn again
+        loader = self._iterated
+        is_fetching = loader is not None and loader.is_fetching
+        if loader is not None and is_fetching:
+            # What the loader drew before it failed is drawn again. One that keeps its own position
+            # has gone on already, and would leave out the batch.
+            rng = None if loader.kind == "stateful" else loader.fetch_rng
         elif self._hand.is_held:
             rng = self._hand.give_back() if self._hand.is_undone_by_repeating else None
+        if rng is None and (is_fetching or self._hand.is_held):
             self._hand.put_down()
-            if rng is None:
-                name = f"ba{self.timer.batch + 1}"
-                return self.save_diagnostic("failed", name, extra={})
+            return self.save_diagnostic("failed", f"ba{self.timer.batch + 1}", extra={})
+        self._hand.put_down()
         is_saved = self._saved_at is not None and self._saved_at >= self._point()
         if is_saved and self._saved is not None and self._saved.exception() is None:
             return None

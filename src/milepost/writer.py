@@ -262,6 +262,15 @@ class RunWriter:
                 hint='Resume with resume="auto", or choose another folder.',
                 path=self._base.url,
             )
+        if found and view is not None and not view.sessions:
+            raise IncompleteError(
+                f"The run at {self._base.url} holds checkpoints, but not the records in sessions/ "
+                "that say which of them count.",
+                safe="Nothing was changed.",
+                hint="Copy sessions/ here too; or start a new run in another folder and go on from "
+                "one checkpoint by its path.",
+                path=self._base.url,
+            )
         if self.options.resume == "must" and not found:
             raise MissingError(
                 f'There is nothing to resume from at {self._base.url}, but resume="must".',

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import milepost as mp
 from milepost.engine.stage import Stager
@@ -229,6 +230,18 @@ def test_an_error_while_fetching_is_resumed_from_exactly(tmp_path: Path) -> None
     with pytest.raises(OSError, match="went away"):
         go("broken", 7)
     assert_equal_states(go("straight", None), go("broken", None))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_an_error_while_a_stateful_loader_fetches_is_for_a_look_only(tmp_path: Path) -> None:
+    """It has moved on by itself, and a resume would leave out the batch."""
+    model, _ = model_and_optimizer()
+    loader = StatefulDataLoader(Flaky(7), batch_size=2)
+    run = mp.Checkpointer(tmp_path, model=model, loader=loader)
+    with pytest.raises(OSError, match="went away"), run:
+        for _ in run.batches(loader):
+            continue
+    assert [found.name for found in mp.open_run(tmp_path).view.found] == ["failed/ba4"]
 
 
 def test_a_rollback_in_the_loop_trains_the_batches_again(tmp_path: Path) -> None:

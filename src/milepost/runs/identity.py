@@ -83,18 +83,16 @@ def is_gone(other: Identity, me: Identity) -> bool:
     """Return whether ``me`` can prove that ``other`` has ended.
 
     A name proves nothing: a pod keeps its name when it moves to another machine. It must be known
-    that both run, or ran, on one machine. Then another start of it is proof. Within one start, the
-    process must be missing from the very table of processes that it was in, or its number must
-    belong to a younger process.
+    that both run, or ran, on one machine. Then another start of it is proof. Within one start,
+    which is told by a random number of its own, the process must be missing from the very table of
+    processes that it was in, or its number must belong to a younger process.
     """
-    if other.host != me.host or other.host in _NAMELESS_HOSTS:
-        return False
-    if not other.machine_id or other.machine_id != me.machine_id:
-        return False
     if not other.boot_id or not me.boot_id:
         return False
     if other.boot_id != me.boot_id:
-        return True
+        is_same_machine = bool(other.machine_id) and other.machine_id == me.machine_id
+        has_name = other.host == me.host and other.host not in _NAMELESS_HOSTS
+        return is_same_machine and has_name
     namespace = other.process_start.partition("@")[2]
     if not namespace or namespace != me.process_start.partition("@")[2]:
         return False

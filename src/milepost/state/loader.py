@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import MismatchError
+from ..tensors.generators import set_generator
 from .report import restoring
-from .rng import apply_rng, capture_rng, set_generator
+from .rng import apply_rng, capture_rng
 from .samplers import data_note, generators_of, order_note
 from .skipping import SkippingLoader
 
@@ -132,7 +133,7 @@ class ResumableLoader:
             rng: The state of the random generators at the checkpoint. Applied once, at the last
                 moment before the first batch is fetched.
         """
-        iterator = self._open_epoch(rng)
+        iterator = self.open_epoch(rng)
         # Held here only: workers end at once when the loop is left, and not when some garbage
         # collection comes by.
         self._was_iterated = True
@@ -147,8 +148,11 @@ class ResumableLoader:
             self.is_fetching = self._is_before_fetch = False
             yield batch
 
-    def _open_epoch(self, rng: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Begin an epoch, or go back into one. Where that fails, it has not happened."""
+    def open_epoch(self, rng: Mapping[str, Any] | None = None) -> Iterator[Any]:
+        """Begin an epoch, or go back into one, without fetching; see :meth:`iterate`.
+
+        Where that fails, it has not happened.
+        """
         before = capture_rng() if rng is None else rng
         generators, num_begun = self._generator_states(), self._num_begun
         self.fetch_rng, self.is_fetching, self._is_before_fetch = None, False, False

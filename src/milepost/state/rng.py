@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import random
-import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,14 +18,13 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
+from ..tensors.generators import NUM_WORDS, byte_tensors, checked_state
 
-__all__ = ["apply_rng", "capture_rng", "preserve_rng", "set_generator"]
+__all__ = ["apply_rng", "capture_rng", "preserve_rng"]
 
 RngState = Mapping[str, Any]
 
 _log = logging.getLogger("milepost")
-
-_NUM_WORDS = 624  # of a Mersenne twister; Python, NumPy and torch all use it
 
 
 def capture_rng() -> dict[str, Any]:
@@ -66,8 +64,8 @@ def apply_rng(state: RngState) -> None:
     try:
         python_state = _python_state(state["python"])
         numpy_state = _numpy_state(state["numpy"])
-        torch_state = _torch_state(torch.default_generator, state["torch"])
-        accelerators = _byte_tensors(state.get("accelerator", []))
+        torch_state = checked_state(torch.default_generator, state["torch"])
+        accelerators = byte_tensors(state.get("accelerator", []))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise FormatError(
             f"The stored state of the random generators is malformed: {error}."
@@ -76,20 +74,6 @@ def apply_rng(state: RngState) -> None:
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)
     _apply_accelerators(accelerators)
-
-
-def set_generator(generator: torch.Generator, state: Any) -> None:
-    """Put a generator of torch into a stored state.
-
-    Raises:
-        FormatError: It is no state of such a generator; nothing was changed.
-    """
-    try:
-        generator.set_state(_torch_state(generator, state))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FormatError(
-            f"The stored state of a random generator is malformed: {error}."
-        ) from error
 
 
 @contextmanager
@@ -105,11 +89,11 @@ def preserve_rng() -> Iterator[None]:
 def _python_state(stored: Any) -> tuple[Any, ...]:
     version, internal, gauss_next = stored
     words = tuple(internal)
-    if type(version) is not int or version != 3 or len(words) != _NUM_WORDS + 1:
+    if type(version) is not int or version != 3 or len(words) != NUM_WORDS + 1:
         raise ValueError("it is no state of Python's generator")
     if not all(type(word) is int and 0 <= word < 2**32 for word in words):
         raise ValueError("Python's generator has a word that is not one of 32 bits")
-    if words[-1] > _NUM_WORDS or type(gauss_next) not in (float, type(None)):
+    if words[-1] > NUM_WORDS or type(gauss_next) not in (float, type(None)):
         raise ValueError("the position of Python's generator is beyond its end")
     return version, words, gauss_next
 
@@ -119,39 +103,15 @@ def _numpy_state(stored: Any) -> tuple[Any, ...]:
 
     kind, keys = stored["kind"], stored["keys"]
     position, has_gauss, gauss = stored["position"], stored["has_gauss"], stored["gauss"]
-    if kind != "MT19937" or not isinstance(keys, Tensor) or keys.shape != (_NUM_WORDS,):
+    if kind != "MT19937" or not isinstance(keys, Tensor) or keys.shape != (NUM_WORDS,):
         raise ValueError("it is no state of NumPy's generator")
     if keys.dtype is not torch.int64 or int(keys.min()) < 0 or int(keys.max()) >= 2**32:
         raise ValueError("NumPy's generator has a word that is not one of 32 bits")
-    if type(position) is not int or not 0 <= position <= _NUM_WORDS:
+    if type(position) is not int or not 0 <= position <= NUM_WORDS:
         raise ValueError("the position of NumPy's generator is beyond its end")
     if type(has_gauss) is not int or has_gauss not in (0, 1) or type(gauss) is not float:
         raise ValueError("NumPy's generator has a next normal number that is none")
     return kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss
-
-
-def _byte_tensors(stored: Any) -> list[Tensor]:
-    states = list(stored)
-    for state in states:
-        if not isinstance(state, Tensor) or state.dtype is not torch.uint8 or state.dim() != 1:
-            raise ValueError("the state of a generator of torch is no row of bytes")
-    return states
-
-
-def _torch_state(generator: torch.Generator, stored: Any) -> Tensor:
-    (state,) = _byte_tensors([stored])
-    state = state.cpu()
-    if generator.device.type != "cpu":
-        return state  # seed and offset, which any numbers may be
-    trial = torch.Generator()
-    if len(state) != len(trial.get_state()):
-        raise ValueError("the state of a generator of torch has another length")
-    trial.set_state(state)  # torch looks whether it is one of its own
-    # It does not look whether the words that are left (int32) lie behind the next one (uint64).
-    _, left, _, following = struct.unpack_from("=qiiQ", state.numpy().tobytes())
-    if left + following > _NUM_WORDS + 1:
-        raise ValueError("the position of torch's generator is beyond its end")
-    return state
 
 
 def _accelerator() -> Any:

@@ -29,7 +29,7 @@ INLINE_ARRAY_BYTES = 16 * 1024
 _PLAIN_TENSORS: tuple[type, ...] = (
     torch.Tensor,
     torch.nn.Parameter,
-    torch.nn.Buffer,
+    getattr(torch.nn, "Buffer", torch.nn.Parameter),  # since torch 2.5
 )
 
 
@@ -117,7 +117,7 @@ class _Packer:
         return self._array(path, value)
 
     def _array(self, path: tree.Path, value: Any) -> Any:
-        if type(value).__module__ != "numpy" or type(value).__name__ != "ndarray":
+        if type(value).__module__ != "numpy" or type(value).__name__ not in ("ndarray", "memmap"):
             return None
         if value.nbytes <= INLINE_ARRAY_BYTES or not value.dtype.isnative:
             return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import FormatError
 from ..format import tree
 from .dtypes import named_dtype
+from .generators import set_generator
 
 __all__ = ["leaf_keys", "leaf_tag", "unpack_item"]
 
@@ -138,7 +139,7 @@ def _quantized(tag: Mapping[str, Any], dense: Callable[[Any], Tensor]) -> Tensor
 
 def _generator(tag: Mapping[str, Any], dense: Callable[[Any], Tensor]) -> torch.Generator:
     generator = torch.Generator(device=tag["device"])
-    generator.set_state(dense(tag["state"]))
+    set_generator(generator, dense(tag["state"]))
     return generator
 
 

@@ -122,14 +122,12 @@ class Loop:
         rng, self._rng = self._rng, None
         steps = self._steps_limit
         self._is_exhausted = False
-        batches = self._loader.iterate(rng)
         if self._is_last_of_epoch and steps is not None:
             # Not one batch is left, but the samplers' own generators must go where they would
             # have gone, so the epoch is opened once more.
-            next(batches, None)
-            if rng is not None:
-                apply_rng(rng)
+            self._loader.open_epoch(rng)
             return
+        batches = self._loader.iterate(rng)
         while steps is None or self._state.timer.batch_in_epoch < steps:
             self._saving.mark_before_fetch()
             try:

@@ -209,8 +209,6 @@ def test_another_start_of_the_machine_proves_it(store, me):
         {"boot_id": ""},
         {"machine_id": "4567", "boot_id": "other"},
         {"machine_id": "", "boot_id": "other"},
-        {"machine_id": "4567"},
-        {"machine_id": ""},
     ],
 )
 def test_what_cannot_be_seen_from_here_is_not_proved(store, me, changes):

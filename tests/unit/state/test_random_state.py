@@ -11,7 +11,8 @@ import torch
 
 import milepost as mp
 from milepost.state import rng
-from milepost.state.rng import apply_rng, capture_rng, set_generator
+from milepost.state.rng import apply_rng, capture_rng
+from milepost.tensors.generators import set_generator
 
 WORDS = tuple(range(624))
 
