@@ -539,8 +539,8 @@ class Checkpointer:
         and that over :meth:`epochs` goes on in the restored epoch.
 
         Args:
-            source: Name of a checkpoint of this run, a path (with a slash), or a handle; by default
-                the newest.
+            source: Name of a checkpoint of this run, a path (with a slash, or the name of a
+                ``.pt`` file), or a handle; by default the newest.
             items: Only these; ``None`` restores everything, random generators included.
             strict: Overrides the strictness given at construction.
             trust: Whether a ``.pt`` file may run code when it is opened.

@@ -18,6 +18,7 @@ from .state.report import LoadReport, restoring
 from .state.rng import apply_rng
 from .state.source import StateSource, load_item
 from .state.tracked import RESERVED_ITEMS, Tracked
+from .visible import SUFFIXES
 from .writer import RunWriter
 
 __all__ = ["Resumption"]
@@ -164,7 +165,9 @@ class Resumption:
             if latest is None:
                 raise MissingError(f"The run at {run.url} holds no checkpoint.", path=run.url)
             return latest.source()
-        is_name = isinstance(source, str) and "/" not in source
+        # A plain word is never looked for in the working directory: a run may lie there by chance.
+        is_file = isinstance(source, str) and source.endswith(tuple(SUFFIXES.values()))
+        is_name = isinstance(source, str) and "/" not in source and not is_file
         if is_name and self._writer.session is not None:
             return run.get(str(source)).source()
         return open_source(source, trust=trust)
