@@ -12,7 +12,8 @@ A *key* is a relative path with forward slashes. Inside a run:
     ep3/index.json                  trees and tensor table
     ep3/manifest.json               the commit
     ep3/metadata.json               what users add afterwards; not part of the commit
-    ep3/deleted.json                the manifest of a checkpoint that is being deleted
+    ep3/deleted.json                the manifest of a checkpoint that is being deleted, or the claim
+                                    of an attempt that is being given up
     nan/ba37/...                    a diagnostic checkpoint, never the newest
 
 A run that writes single files for people (``ep3.pt``) keeps all of the above under ``.milepost/``.
