@@ -6,8 +6,10 @@ import ast
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import milepost
 from milepost import errors
 
 ROOT = Path(milepost.__file__).parent
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 PACKAGES = sorted(
     info.name for info in pkgutil.iter_modules([str(ROOT)], "milepost.") if info.ispkg
 )
@@ -73,6 +76,64 @@ def test_names_of_every_package_resolve(name):
     package = importlib.import_module(name)
     missing = [each for each in getattr(package, "__all__", []) if not hasattr(package, each)]
     assert missing == []
+
+
+def listed_in(page: str) -> dict[str, list[str]]:
+    """Return the names that a reference lists below the heading of each module.
+
+    They stand in the first column of tables, and first in the lines of the tree of errors.
+    """
+    names: dict[str, list[str]] = {}
+    section: list[str] = []
+    language = ""
+    for line in page.splitlines():
+        if line.startswith("```"):
+            language = "" if language else line[3:]
+        elif language:
+            if language == "text":
+                section += re.findall(r"^ *(\w+)", line)
+        elif line.startswith("## "):
+            module = re.fullmatch(r"## (milepost[.\w]*)", line)
+            section = [] if module is None else names.setdefault(module[1], [])
+        elif line.startswith("| `"):
+            section += re.findall(r"`(\w+)`", line.split("|")[1])
+    return names
+
+
+def test_the_reference_is_read_as_it_is_meant():
+    """The mechanism itself, on a page whose answer is known."""
+    page = """
+## milepost
+| name | |
+|---|---|
+| `A`, `B` | like `C` |
+```text
+D
+  E (ValueError)   `F`
+```
+```python
+| `G` | no table
+```
+## The program
+| `H` | of no module |
+## milepost.train
+| `I` | last |
+"""
+    assert listed_in(page) == {"milepost": ["A", "B", "D", "E"], "milepost.train": ["I"]}
+
+
+def test_the_reference_lists_every_public_package():
+    """One without a section would be public for nobody."""
+    public = {name for name in PACKAGES if hasattr(importlib.import_module(name), "__all__")}
+    sections = listed_in(REFERENCE.read_text(encoding="utf-8"))
+    assert {"milepost", *public} <= set(sections)
+
+
+@pytest.mark.parametrize("module", list(listed_in(REFERENCE.read_text(encoding="utf-8"))))
+def test_the_reference_lists_what_is_public_and_nothing_else(module):
+    """Each name once: who adds one says what it is, and who removes one takes it out here too."""
+    listed = Counter(listed_in(REFERENCE.read_text(encoding="utf-8"))[module])
+    assert listed == Counter(importlib.import_module(module).__all__)
 
 
 def loaded_by(statements: str) -> dict[str, object]:
