@@ -14,32 +14,29 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .checkpoint import Checkpoint, Place, Run
 from .engine.pending import PendingSave
-from .engine.save import SaveRequest
 from .engine.signals import StopSignals
 from .errors import CheckpointError, Preempted, UsageError
-from .naming import NameFormat, as_number, natural_name
+from .naming import NameFormat
 from .progress.schedule import Schedule
 from .progress.timer import Timer
 from .resumption import Resumption
 from .runs.keep import KeepPolicy
+from .saves import Saves
 from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader, num_samples
 from .state.objects import Value
 from .state.report import LoadReport
-from .state.rng import capture_rng
 from .state.tracked import Tracked
-from .tensors.pack import pack_item
 from .writer import Resume, RunWriter, WriterOptions
 
 if TYPE_CHECKING:
@@ -110,24 +107,26 @@ class Checkpointer:
         is_uri = "://" in text
         self.folder = text if is_uri else os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
         self.timer = Timer()
-        self._async_save = async_save
         self._writer = RunWriter(self.folder, options)
         self._tracked = Tracked(strict=strict)
         self._schedule = Schedule(every)
-        self._name_format = NameFormat(save_name_format) if save_name_format else None
         self._signals = StopSignals(grace_s=grace_s) if handle_signals else None
         self._loaders: dict[int, ResumableLoader] = {}
-        self._metrics: dict[str, Any] = {}
         self._hand = BatchInHand()
-        self._saved_at: tuple[int, int] | None = None
-        self._saved: PendingSave[Checkpoint] | None = None
-        self._logged_error: Exception | None = None
-        self._last: PendingSave[Checkpoint] | None = None
-        self._iterated: ResumableLoader | None = None
+        self._resumption = Resumption(self._tracked, self._writer, self._hand, strict=strict)
+        self._saves = Saves(
+            self._tracked,
+            self._writer,
+            resumption=self._resumption,
+            hand=self._hand,
+            timer=self.timer,
+            name_format=NameFormat(save_name_format) if save_name_format else None,
+            is_async=async_save,
+            notes=self._exactness_notes,
+        )
         self._is_rolled_back = False
         self._total_epochs: int | None = None
         self._is_open = False
-        self._resumption = Resumption(self._tracked, self._writer, self._hand, strict=strict)
         self._tracked.add("timer", self.timer)
         self.track(**objects)
 
@@ -218,16 +217,18 @@ class Checkpointer:
         if error is None:
             self.close()
             if self.stop_signal is not None:  # it came after the last look at it
-                raise Preempted(self.stop_signal, self._last.name if self._last else None)
+                raise Preempted(
+                    self.stop_signal, self._saves.last.name if self._saves.last else None
+                )
             return
         # The error that ended the loop is the one to see; what fails now is told beside it.
-        if not isinstance(error, Preempted | CheckpointError):
-            self._tell_failure_of(self.save_after_error, error)
+        if self._is_open and not isinstance(error, Preempted | CheckpointError):
+            self._tell_failure_of(self._saves.save_after_error, error)
         is_preempted = isinstance(error, Preempted)
-        grace_s = self.grace_left_s if is_preempted and self._signals else None
+        grace_s = self._deadline_s() if is_preempted else None
         self._tell_failure_of(lambda: self.close(grace_s), error)
-        if self._logged_error and isinstance(error, SystemExit) and not error.code:
-            raise self._logged_error  # the process must not end as if all were well
+        if self._saves.logged_error and isinstance(error, SystemExit) and not error.code:
+            raise self._saves.logged_error  # the process must not end as if all were well
 
     def _tell_failure_of(self, work: Callable[[], object], error: BaseException) -> None:
         try:
@@ -236,7 +237,7 @@ class Checkpointer:
             _log.error("While ending after %s: %s", type(error).__name__, second)
             if hasattr(error, "add_note"):
                 error.add_note(f"milepost: {second}")
-            self._logged_error = second
+            self._saves.logged_error = second
 
     # -- state of the run ----------------------------------------------------------------------
 
@@ -272,13 +273,13 @@ class Checkpointer:
 
     @property
     def grace_left_s(self) -> float:
-        """Return the seconds left to save in after such a signal."""
+        """Return the seconds left to save in after such a signal; infinite if nobody watches."""
         return float("inf") if self._signals is None else self._signals.seconds_left
 
     @property
     def last_save(self) -> PendingSave[Checkpoint] | None:
         """Return the handle of the newest save of this process."""
-        return self._last
+        return self._saves.last
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -319,7 +320,7 @@ class Checkpointer:
             self.track(loader=loader)
         self._resumption.settle()
         resumable = self._loaders[id(loader)]
-        self._iterated, self._is_rolled_back = resumable, False
+        self._saves.iterated, self._is_rolled_back = resumable, False
         resumable.set_epoch(self.timer.epoch)
         for batch in resumable.iterate(self.take_rng()):
             self._hand.take(resumable, num_samples(batch))
@@ -365,21 +366,8 @@ class Checkpointer:
         number = self.stop_signal
         if number is None:
             return
-        name = self.save_before_stop()
+        name = self._saves.save_before_stop(self._deadline_s)
         raise Preempted(number, name)
-
-    def save_before_stop(self) -> str | None:
-        """Save within the grace period; return the checkpoint's name, ``None`` if that failed."""
-        try:
-            pending = self._saved if self._is_saved() else None
-            self._writer.wait_for_writing(self.grace_left_s if self._signals else None)
-            self._log_earlier_errors()
-            if pending is None or pending.exception() is not None:
-                pending = self.save(reason="signal")
-            return pending.wait(self.grace_left_s if self._signals else None).name
-        except CheckpointError as error:
-            _log.error("Asked to end, and the state could not be saved: %s", error)
-            return None
 
     def log(self, **metrics: Any) -> None:
         """Note the newest metrics; they go into every checkpoint from now on.
@@ -391,8 +379,7 @@ class Checkpointer:
 
     def log_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Note metrics whose names are no identifiers, such as ``val/loss``."""
-        for name, value in metrics.items():
-            self._metrics[name] = value.detach() if isinstance(value, Tensor) else value
+        self._saves.log(metrics)
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -435,29 +422,16 @@ class Checkpointer:
             CheckpointError: An earlier save failed and ``on_save_error="raise"``.
         """
         self._require_open()
-        self._resumption.settle()
-        with self._whole_batches() as before:
-            counters = self.timer.snapshot()
-            numbers = {**self._metrics, **(metrics or {})}
-            numbers = {key: as_number(key, value) for key, value in numbers.items()}
-            plain = natural_name(counters) if name is None else name
-            if self._name_format is not None and (name is None or is_natural):
-                plain = self._name_format.name(plain, counters, numbers)
-            request = SaveRequest(
-                name=plain,
-                reason=reason,
-                is_final=is_final,
-                time=counters,
-                metrics=numbers,
-                notes=(*self._exactness_notes(), *notes),
-            )
-            pending = self._begin(request, rng=rng or before)
-            self._saved_at, self._saved = self._point(), pending
-        if wait:
-            pending.wait()
-        elif not self._async_save:
-            self._writer.wait()
-        return pending
+        return self._saves.save(
+            name,
+            metrics=metrics,
+            reason=reason,
+            is_final=is_final,
+            notes=notes,
+            wait=wait,
+            rng=rng,
+            is_natural=is_natural,
+        )
 
     def save_diagnostic(
         self, folder: str, name: str, *, extra: Mapping[str, Any], wait: bool = True
@@ -471,48 +445,7 @@ class Checkpointer:
             wait: Return only when it is committed.
         """
         self._require_open()
-        request = SaveRequest(
-            name=f"{folder}/{name}",
-            reason="nan" if folder == "nan" else "exception",
-            time=self.timer.snapshot(),
-            metrics={},
-        )
-        pending = self._begin(request, extra=extra)
-        if wait:
-            pending.wait()
-        return pending
-
-    def save_after_error(self) -> PendingSave[Checkpoint] | None:
-        """Save after an exception in the loop.
-
-        If nothing was changed since the last finished batch, the checkpoint is one to resume from:
-        the batch is trained again with the random numbers it had. Otherwise the state is between
-        two steps and goes to ``failed/``, for a look and never for a resume.
-
-        Returns:
-            The save, committed; ``None`` if this point or a later one was saved already.
-        """
-        if not self._is_open:
-            return None
-        self._writer.wait_for_writing(None)
-        self._log_earlier_errors()
-        rng: Mapping[str, Any] | None = None
-        loader = self._iterated
-        is_fetching = loader is not None and loader.is_fetching
-        if loader is not None and is_fetching:
-            # What the loader drew before it failed is drawn again. One that keeps its own position
-            # has gone on already, and would leave out the batch.
-            rng = None if loader.kind == "stateful" else loader.fetch_rng
-        elif self._hand.is_held:
-            rng = self._hand.give_back() if self._hand.is_undone_by_repeating else None
-        if rng is None and (is_fetching or self._hand.is_held):
-            self._hand.put_down()
-            return self.save_diagnostic("failed", f"ba{self.timer.batch + 1}", extra={})
-        self._hand.put_down()
-        is_saved = self._saved_at is not None and self._saved_at >= self._point()
-        if is_saved and self._saved is not None and self._saved.exception() is None:
-            return None
-        return self.save(reason="exception", wait=True, rng=rng)
+        return self._saves.save_diagnostic(folder, name, extra=extra, wait=wait)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the save in flight is committed.
@@ -556,9 +489,9 @@ class Checkpointer:
             self._hand.put_down()
         report = self._resumption.restore(found, items=items, strict=strict)
         if items is None:
-            self._is_rolled_back = self._iterated is not None
+            self._is_rolled_back = self._saves.iterated is not None
         self._schedule.start(self.timer.snapshot())
-        self._saved_at = None
+        self._saves.saved_at = None
         return report
 
     def load_weights(
@@ -586,53 +519,6 @@ class Checkpointer:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _begin(
-        self,
-        request: SaveRequest,
-        *,
-        rng: Mapping[str, Any] | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> PendingSave[Checkpoint]:
-        items = self._tracked.capture()
-        gradients = self._hand.gradients(self._tracked.parameter_names())
-        extras = {**({"gradients": gradients} if gradients else {}), **(extra or {})}
-        items += [pack_item(name, value) for name, value in extras.items()]
-        # A checkpoint made before the first batch after a resume has the random state it resumed.
-        state = rng or self._resumption.rng or capture_rng()
-        items.append(pack_item("rng", [dict(state)]))
-        self._last = self._writer.save(items, request)
-        return self._last
-
-    @contextmanager
-    def _whole_batches(self) -> Iterator[Mapping[str, Any] | None]:
-        """Make progress and state agree while the state is captured within a batch.
-
-        Yields:
-            The random state to store, if it is not the present one.
-        """
-        hand = self._hand
-        if not hand.is_held:
-            yield None
-        elif hand.is_untouched:
-            rng = hand.give_back()
-            if rng is None:
-                raise UsageError(
-                    "Nothing was computed from the batch in hand yet, and its loader cannot take "
-                    "it back: a checkpoint now would lose the batch.",
-                    hint="Save at the end of the loop's body.",
-                )
-            try:
-                yield rng
-            finally:
-                hand.take_again()
-        else:
-            counters = self.timer.state_dict()
-            self.timer.on_batch_complete(hand.num_samples or 0)
-            try:
-                yield None
-            finally:
-                self.timer.load_state_dict(counters)
-
     def _watch(self) -> None:
         """Watch what batches change."""
         parts = self._tracked.optimizers()
@@ -648,7 +534,7 @@ class Checkpointer:
         self.take_rng()
         for loader in self._loaders.values():
             loader.end_epoch()
-        self._iterated = None
+        self._saves.iterated = None
         self.timer.on_epoch_complete()
         due = self._schedule.due("epoch", self.timer.snapshot(), self, "epoch")
         if is_last or due is not None:
@@ -662,27 +548,17 @@ class Checkpointer:
 
     def _left_to_epoch_end(self, counters: Mapping[str, Any]) -> bool:
         """Return whether this batch ends an epoch whose end will be saved anyway."""
-        if self._total_epochs is None or self._iterated is None:
+        if self._total_epochs is None or self._saves.iterated is None:
             return False
-        if counters["batch_in_epoch"] != self._iterated.num_batches:
+        if counters["batch_in_epoch"] != self._saves.iterated.num_batches:
             return False
         after = {**counters, "epoch": counters["epoch"] + 1, "batch_in_epoch": 0}
         is_last = after["epoch"] >= self._total_epochs
         return is_last or self._schedule.epoch_would_be_due(after)
 
-    def _point(self) -> tuple[int, int]:
-        return (self.timer.epoch, self.timer.batch)
-
-    def _is_saved(self) -> bool:
-        return self._saved_at == self._point()
-
-    def _log_earlier_errors(self) -> None:
-        """Log errors of earlier saves, which must not be in the way of the last one."""
-        try:
-            self._writer.settle()
-        except CheckpointError as error:
-            _log.error("An earlier save failed: %s", error)
-            self._logged_error = error
+    def _deadline_s(self) -> float | None:
+        """Return how long a save may take now, in seconds; ``None`` for as long as it takes."""
+        return None if self._signals is None else self._signals.seconds_left
 
     def _exactness_notes(self) -> tuple[str, ...]:
         notes = [note for loader in self._loaders.values() for note in loader.notes]

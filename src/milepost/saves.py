@@ -1,0 +1,249 @@
+"""Saves: what a checkpoint of a loop consists of, and where in the loop one may be taken.
+
+A save is right only if progress, loader, gradients and random state all belong to one point: a
+whole number of batches. Between two batches they do. In the body of a loop, after an error and
+after a signal this file makes them agree, or saves for a look only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from .checkpoint import Checkpoint
+from .engine.pending import PendingSave
+from .engine.save import SaveRequest
+from .errors import CheckpointError, UsageError
+from .naming import NameFormat, as_number, natural_name
+from .progress.timer import Timer
+from .resumption import Resumption
+from .state.batch_in_hand import BatchInHand
+from .state.loader import ResumableLoader
+from .state.rng import capture_rng
+from .state.tracked import Tracked
+from .tensors.pack import pack_item
+from .writer import RunWriter
+
+__all__ = ["Saves"]
+
+_log = logging.getLogger("milepost")
+
+
+class Saves:
+    """Takes the checkpoints of one loop.
+
+    Args:
+        tracked: What is saved.
+        writer: The run.
+        resumption: Has the random state of the checkpoint until the loop goes on.
+        hand: The batch that the loop's body works on.
+        timer: The progress.
+        name_format: Pattern for names that come from the progress.
+        is_async: Whether a save returns once the state is copied.
+        notes: Returns what a resume cannot reproduce exactly.
+
+    Attributes:
+        iterated: The loader that is being iterated, if any.
+        last: The newest save of this process.
+        logged_error: An error that was logged because another one mattered more.
+        saved_at: The point of the newest save: epoch and batch.
+    """
+
+    def __init__(
+        self,
+        tracked: Tracked,
+        writer: RunWriter,
+        *,
+        resumption: Resumption,
+        hand: BatchInHand,
+        timer: Timer,
+        name_format: NameFormat | None,
+        is_async: bool,
+        notes: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self._tracked = tracked
+        self._writer = writer
+        self._resumption = resumption
+        self._hand = hand
+        self._timer = timer
+        self._name_format = name_format
+        self._is_async = is_async
+        self._notes = notes
+        self._metrics: dict[str, Any] = {}
+        self._saved: PendingSave[Checkpoint] | None = None
+        self.iterated: ResumableLoader | None = None
+        self.last: PendingSave[Checkpoint] | None = None
+        self.logged_error: Exception | None = None
+        self.saved_at: tuple[int, int] | None = None
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Note the newest metrics. A tensor is read when a save is made."""
+        for name, value in metrics.items():
+            self._metrics[name] = value.detach() if isinstance(value, Tensor) else value
+
+    def save(
+        self,
+        name: str | None = None,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        reason: str = "manual",
+        is_final: bool = False,
+        notes: Sequence[str] = (),
+        wait: bool = False,
+        rng: Mapping[str, Any] | None = None,
+        is_natural: bool = False,
+    ) -> PendingSave[Checkpoint]:
+        """Save the state of everything tracked; see ``Checkpointer.save``."""
+        self._resumption.settle()
+        with self._whole_batches() as before:
+            counters = self._timer.snapshot()
+            numbers = {**self._metrics, **(metrics or {})}
+            numbers = {key: as_number(key, value) for key, value in numbers.items()}
+            plain = natural_name(counters) if name is None else name
+            if self._name_format is not None and (name is None or is_natural):
+                plain = self._name_format.name(plain, counters, numbers)
+            request = SaveRequest(
+                name=plain,
+                reason=reason,
+                is_final=is_final,
+                time=counters,
+                metrics=numbers,
+                notes=(*self._notes(), *notes),
+            )
+            pending = self._begin(request, rng=rng or before)
+            self.saved_at, self._saved = self._point(), pending
+        if wait:
+            pending.wait()
+        elif not self._is_async:
+            self._writer.wait()
+        return pending
+
+    def save_diagnostic(
+        self, folder: str, name: str, *, extra: Mapping[str, Any], wait: bool = True
+    ) -> PendingSave[Checkpoint]:
+        """Save the state for a look; see ``Checkpointer.save_diagnostic``."""
+        request = SaveRequest(
+            name=f"{folder}/{name}",
+            reason="nan" if folder == "nan" else "exception",
+            time=self._timer.snapshot(),
+            metrics={},
+        )
+        pending = self._begin(request, extra=extra)
+        if wait:
+            pending.wait()
+        return pending
+
+    def save_after_error(self) -> PendingSave[Checkpoint] | None:
+        """Save after an exception in the loop.
+
+        If nothing was changed since the last finished batch, the checkpoint is one to resume from:
+        the batch is trained again with the random numbers it had. Otherwise the state is between
+        two steps and goes to ``failed/``, for a look and never for a resume.
+
+        Returns:
+            The save, committed; ``None`` if this point or a later one was saved already.
+        """
+        self._writer.wait_for_writing(None)
+        self._log_earlier_errors()
+        rng: Mapping[str, Any] | None = None
+        loader = self.iterated
+        is_fetching = loader is not None and loader.is_fetching
+        if loader is not None and is_fetching:
+            # What the loader drew before it failed is drawn again. One that keeps its own position
+            # has gone on already, and would leave out the batch.
+            rng = None if loader.kind == "stateful" else loader.fetch_rng
+        elif self._hand.is_held:
+            rng = self._hand.give_back() if self._hand.is_undone_by_repeating else None
+        if rng is None and (is_fetching or self._hand.is_held):
+            self._hand.put_down()
+            return self.save_diagnostic("failed", f"ba{self._timer.batch + 1}", extra={})
+        self._hand.put_down()
+        is_saved = self.saved_at is not None and self.saved_at >= self._point()
+        if is_saved and self._saved is not None and self._saved.exception() is None:
+            return None
+        return self.save(reason="exception", wait=True, rng=rng)
+
+    def save_before_stop(self, grace_left_s: Callable[[], float | None]) -> str | None:
+        """Save within the grace period.
+
+        Args:
+            grace_left_s: Returns the seconds that are left; ``None`` for as many as it takes.
+
+        Returns:
+            The checkpoint's name, ``None`` if nothing could be saved.
+        """
+        try:
+            pending = self._saved if self._is_saved() else None
+            self._writer.wait_for_writing(grace_left_s())
+            self._log_earlier_errors()
+            if pending is None or pending.exception() is not None:
+                pending = self.save(reason="signal")
+            return pending.wait(grace_left_s()).name
+        except CheckpointError as error:
+            _log.error("Asked to end, and the state could not be saved: %s", error)
+            return None
+
+    def _begin(
+        self,
+        request: SaveRequest,
+        *,
+        rng: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> PendingSave[Checkpoint]:
+        items = self._tracked.capture()
+        gradients = self._hand.gradients(self._tracked.parameter_names())
+        extras = {**({"gradients": gradients} if gradients else {}), **(extra or {})}
+        items += [pack_item(name, value) for name, value in extras.items()]
+        # A checkpoint made before the first batch after a resume has the random state it resumed.
+        state = rng or self._resumption.rng or capture_rng()
+        items.append(pack_item("rng", [dict(state)]))
+        self.last = self._writer.save(items, request)
+        return self.last
+
+    @contextmanager
+    def _whole_batches(self) -> Iterator[Mapping[str, Any] | None]:
+        """Make progress and state agree while the state is captured within a batch.
+
+        Yields:
+            The random state to store, if it is not the present one.
+        """
+        hand = self._hand
+        if not hand.is_held:
+            yield None
+        elif hand.is_untouched:
+            rng = hand.give_back()
+            if rng is None:
+                raise UsageError(
+                    "Nothing was computed from the batch in hand yet, and its loader cannot take "
+                    "it back: a checkpoint now would lose the batch.",
+                    hint="Save at the end of the loop's body.",
+                )
+            try:
+                yield rng
+            finally:
+                hand.take_again()
+        else:
+            counters = self._timer.state_dict()
+            self._timer.on_batch_complete(hand.num_samples or 0)
+            try:
+                yield None
+            finally:
+                self._timer.load_state_dict(counters)
+
+    def _point(self) -> tuple[int, int]:
+        return (self._timer.epoch, self._timer.batch)
+
+    def _is_saved(self) -> bool:
+        return self.saved_at == self._point()
+
+    def _log_earlier_errors(self) -> None:
+        """Log errors of earlier saves, which must not be in the way of the last one."""
+        try:
+            self._writer.settle()
+        except CheckpointError as error:
+            _log.error("An earlier save failed: %s", error)
+            self.logged_error = error
