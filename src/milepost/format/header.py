@@ -142,14 +142,20 @@ def encode_header(
     body = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode("ascii")
     total = -(-(8 + len(body)) // PAGE_BYTES) * PAGE_BYTES
     body = body.ljust(total - 8, b" ")
-    if len(body) > MAX_HEADER_BYTES:
+    if len(body) > MAX_HEADER_BYTES or _has_too_many_marks(body):
         raise FormatError(
-            f"The table of {len(placed):,} tensors takes {len(body):,} bytes; a part holds at most "
-            f"{MAX_HEADER_BYTES:,}.",
+            f"The table of {len(placed):,} tensors takes {len(body):,} bytes, or has more dimensions "
+            f"or odd names than a reader would take; a part's table holds at most "
+            f"{MAX_HEADER_BYTES:,} bytes.",
             hint="Split the state over several items.",
         )
     entries = [StoredTensor(k, d, s, total + a, total + b) for k, d, s, a, b in placed]
     return len(body).to_bytes(8, "little") + body, entries
+
+
+def _has_too_many_marks(header: bytes) -> bool:
+    """Return whether parsing a header would make more objects than a reader can afford."""
+    return any(header.count(mark) > limit for mark, limit in _MAX_MARKS.items())
 
 
 def parse_header_length(first: bytes, *, size_bytes: int, where: str) -> int:
@@ -182,7 +188,7 @@ def parse_header(header: bytes, *, size_bytes: int, where: str) -> dict[str, Sto
     Raises:
         FormatError: Anything else.
     """
-    if any(header.count(mark) > limit for mark, limit in _MAX_MARKS.items()):
+    if _has_too_many_marks(header):
         raise _too_many(where)
     table = canonical.load(header, where=f"the header of {where}", max_bytes=MAX_HEADER_BYTES)
     if not isinstance(table, dict):

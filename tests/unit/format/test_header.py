@@ -237,3 +237,10 @@ def test_the_largest_part_is_read():
     names = (f'a:b[{number:x}]{{,,"' for number in range(header.MAX_TENSORS))
     head, _ = header.encode_header((name, "U8", (0, 1, 1, 1), 0) for name in names)
     assert len(parse(head[8:], 0)) == header.MAX_TENSORS
+
+
+def test_what_a_reader_would_refuse_is_not_written() -> None:
+    """A part of many tensors of many dimensions must fail when it is saved, not when it is read."""
+    shape = (1,) * 60
+    with pytest.raises(FormatError, match="dimensions"):
+        encode_header((f"t{n}", "U8", shape, 1) for n in range(60_000))
