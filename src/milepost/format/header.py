@@ -144,8 +144,8 @@ def encode_header(
     body = body.ljust(total - 8, b" ")
     if len(body) > MAX_HEADER_BYTES or _has_too_many_marks(body):
         raise FormatError(
-            f"The table of {len(placed):,} tensors takes {len(body):,} bytes, or has more dimensions "
-            f"or odd names than a reader would take; a part's table holds at most "
+            f"The table of {len(placed):,} tensors takes {len(body):,} bytes, or has more "
+            f"dimensions or odd names than a reader would take; a part's table holds at most "
             f"{MAX_HEADER_BYTES:,} bytes.",
             hint="Split the state over several items.",
         )

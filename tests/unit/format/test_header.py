@@ -243,4 +243,4 @@ def test_what_a_reader_would_refuse_is_not_written() -> None:
     """A part of many tensors of many dimensions must fail when it is saved, not when it is read."""
     shape = (1,) * 60
     with pytest.raises(FormatError, match="dimensions"):
-        encode_header((f"t{n}", "U8", shape, 1) for n in range(60_000))
+        header.encode_header((f"t{n}", "U8", shape, 1) for n in range(60_000))
