@@ -34,7 +34,7 @@ from .runs.keep import KeepPolicy
 from .saves import Saves
 from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader, num_samples
-from .state.objects import Value
+from .state.objects import Stateful, Value
 from .state.report import LoadReport
 from .state.tracked import Tracked
 from .writer import Resume, RunWriter, WriterOptions
@@ -80,7 +80,7 @@ class Checkpointer:
         folder: str | os.PathLike[str],
         *,
         every: Any = None,
-        keep: Sequence[KeepPolicy] = (),
+        keep: Sequence[KeepPolicy] | KeepPolicy = (),
         resume: Resume = "auto",
         save_format: str = "milepost",
         save_compression: str | None = None,
@@ -96,7 +96,7 @@ class Checkpointer:
     ) -> None:
         options = WriterOptions(
             resume=resume,
-            keep=tuple(keep),
+            keep=(keep,) if isinstance(keep, KeepPolicy) else tuple(keep),
             save_format=save_format,
             save_compression=save_compression,
             on_save_error=on_save_error,
@@ -122,7 +122,7 @@ class Checkpointer:
             timer=self.timer,
             name_format=NameFormat(save_name_format) if save_name_format else None,
             is_async=async_save,
-            notes=self._exactness_notes,
+            loaders=self._loaders,
         )
         self._is_rolled_back = False
         self._total_epochs: int | None = None
@@ -141,7 +141,7 @@ class Checkpointer:
             MismatchError: The stored state does not fit it.
         """
         for name, target in objects.items():
-            self._tracked.add(name, self._trackable(target))
+            self._tracked.add(name, self._trackable(name, target))
             self._resumption.claim(name, target)
         if self._is_open:
             self._watch()
@@ -154,11 +154,21 @@ class Checkpointer:
         """
         self._resumption.leave_behind(names)
 
-    def _trackable(self, target: Any) -> Any:
+    def _trackable(self, name: str, target: Any) -> Any:
+        """Return what to track for an object: a loader becomes one that can be resumed.
+
+        Iterables of other kinds are loaders only under a name that says so: a list of tensors is no
+        loader, and its values would be lost.
+        """
         known = isinstance(
             target, nn.Module | Optimizer | Value | Mapping | tuple | ResumableLoader
         )
-        is_loader = isinstance(target, DataLoader) or (not known and isinstance(target, Iterable))
+        is_named_so = name == "loader" or name.endswith("_loader")
+        is_loader = isinstance(target, DataLoader) or (
+            not known
+            and isinstance(target, Iterable)
+            and (is_named_so or isinstance(target, Stateful))
+        )
         if not is_loader or isinstance(target, str | bytes):
             return target
         return self._loaders.setdefault(id(target), ResumableLoader(target))
@@ -522,6 +532,9 @@ class Checkpointer:
     def _watch(self) -> None:
         """Watch what batches change."""
         parts = self._tracked.optimizers()
+        self._saves.stray_note = self._tracked.stray_note()
+        if self._saves.stray_note and self._is_open:
+            _log.warning(self._saves.stray_note)
         self._hand.watch(
             optimizers=[part.optimizer for _, _, part in parts],
             models=self._tracked.models().values(),
@@ -559,10 +572,6 @@ class Checkpointer:
     def _deadline_s(self) -> float | None:
         """Return how long a save may take now, in seconds; ``None`` for as long as it takes."""
         return None if self._signals is None else self._signals.seconds_left
-
-    def _exactness_notes(self) -> tuple[str, ...]:
-        notes = [note for loader in self._loaders.values() for note in loader.notes]
-        return tuple(dict.fromkeys(notes))
 
     def _require_open(self) -> None:
         if not self._is_open:

@@ -44,13 +44,14 @@ class Saves:
         timer: The progress.
         name_format: Pattern for names that come from the progress.
         is_async: Whether a save returns once the state is copied.
-        notes: Returns what a resume cannot reproduce exactly.
+        loaders: The tracked loaders, which know what a resume cannot reproduce exactly.
 
     Attributes:
         iterated: The loader that is being iterated, if any.
         last: The newest save of this process.
         logged_error: An error that was logged because another one mattered more.
         saved_at: The point of the newest save: epoch and batch.
+        stray_note: A warning about parameters that are optimized and not saved, if there are any.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Saves:
         timer: Timer,
         name_format: NameFormat | None,
         is_async: bool,
-        notes: Callable[[], tuple[str, ...]],
+        loaders: Mapping[int, ResumableLoader],
     ) -> None:
         self._tracked = tracked
         self._writer = writer
@@ -72,13 +73,14 @@ class Saves:
         self._timer = timer
         self._name_format = name_format
         self._is_async = is_async
-        self._notes = notes
+        self._loaders = loaders
         self._metrics: dict[str, Any] = {}
         self._saved: PendingSave[Checkpoint] | None = None
         self.iterated: ResumableLoader | None = None
         self.last: PendingSave[Checkpoint] | None = None
         self.logged_error: Exception | None = None
         self.saved_at: tuple[int, int] | None = None
+        self.stray_note = ""
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Note the newest metrics. A tensor is read when a save is made."""
@@ -112,7 +114,7 @@ class Saves:
                 is_final=is_final,
                 time=counters,
                 metrics=numbers,
-                notes=(*self._notes(), *notes),
+                notes=(*self._exactness_notes(), *notes),
             )
             pending = self._begin(request, rng=rng or before)
             self.saved_at, self._saved = self._point(), pending
@@ -247,3 +249,8 @@ class Saves:
         except CheckpointError as error:
             _log.error("An earlier save failed: %s", error)
             self.logged_error = error
+
+    def _exactness_notes(self) -> tuple[str, ...]:
+        notes = [note for loader in self._loaders.values() for note in loader.notes]
+        notes += [self.stray_note] if self.stray_note else []
+        return tuple(dict.fromkeys(notes))

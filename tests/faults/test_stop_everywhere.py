@@ -223,7 +223,8 @@ def test_losing_the_order_of_the_commit_is_noticed():
             if key.endswith("attempt.json"):
                 self.held = self.store
                 self.store = MemoryStore()
-                self.store.put_new(key, data)
+                for entry in self.held.list():
+                    self.store.put_new(entry.key, self.held.get(entry.key))
             if key.endswith("manifest.json"):
                 self.held.put_new(key, data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -417,3 +418,94 @@ def first(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield one batch, and go on until the next one would come."""
     yield next(batches)
     next(batches)
+
+
+@pytest.mark.parametrize(
+    "value", [[torch.zeros(2)], torch.zeros(3), {1, 2}, (nn.Linear(1, 1), nn.Linear(1, 1))]
+)
+def test_values_are_not_taken_for_loaders_or_pairs(tmp_path: Path, value: object) -> None:
+    """They would be saved as a position in data, and their values lost."""
+    with pytest.raises(mp.UsageError, match="Value"):
+        mp.Checkpointer(tmp_path, ema=value)
+
+
+@pytest.mark.parametrize("change", ["moved", "deleted", "replaced"])
+def test_a_run_that_is_gone_is_not_saved_to(tmp_path: Path, change: str) -> None:
+    """An acknowledged checkpoint in a folder without its records would never be found again."""
+    model, _ = model_and_optimizer()
+    run = mp.Checkpointer(tmp_path / "run", model=model).open()
+    run.save("one", wait=True)
+    if change == "deleted":
+        shutil.rmtree(tmp_path / "run")
+    else:
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if change == "replaced":
+        with mp.Checkpointer(tmp_path / "run", model=model) as other:
+            other.save("other")
+    with pytest.raises(mp.IncompleteError, match="no longer"):
+        run.save("two", wait=True)
+    run.close()
+    if change != "replaced":
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantized_buffer_is_restored(tmp_path: Path) -> None:
+    """It is taken apart when it is saved, and cannot be read straight into its place."""
+    values = torch.tensor([0.5, -1.0, 2.0])
+
+    def build(source: torch.Tensor) -> nn.Module:
+        model = nn.Linear(3, 1)
+        model.register_buffer("q", torch.quantize_per_tensor(source, 0.1, 0, torch.qint8))
+        return model
+
+    with mp.Checkpointer(tmp_path, model=build(values)) as run:
+        run.save("one")
+    model = build(torch.zeros(3))
+    with mp.Checkpointer(tmp_path, model=model):
+        assert torch.equal(model.q.int_repr(), torch.tensor([5, -10, 20], dtype=torch.int8))
+
+
+def test_a_default_device_changes_nothing_of_a_resume(tmp_path: Path) -> None:
+    """Memory to read into is host memory, whatever new tensors are made on."""
+    model, optimizer = model_and_optimizer()
+    train_step(model, optimizer)
+    with mp.Checkpointer(tmp_path, model=model, optimizer=optimizer) as run:
+        run.save("one")
+    other, other_optimizer = model_and_optimizer()
+    with torch.device("meta"), mp.Checkpointer(tmp_path, model=other, optimizer=other_optimizer):
+        assert_equal_states(model.state_dict(), other.state_dict())
+
+
+def test_a_metric_name_that_nobody_logs_deletes_nothing(tmp_path: Path) -> None:
+    """A typo in a policy must not cost checkpoints."""
+    model, _ = model_and_optimizer()
+    with mp.Checkpointer(tmp_path, keep=mp.KeepBest(1, "acuracy", "max"), model=model) as run:
+        for number in range(3):
+            run.log(accuracy=number)
+            run.step()
+            run.save()
+    assert len(mp.open_run(tmp_path).checkpoints()) == 3
+
+
+def test_a_buffer_made_in_inference_mode_does_not_stop_the_training(tmp_path: Path) -> None:
+    """It has no version counter to look at."""
+    model, optimizer = model_and_optimizer()
+    with torch.inference_mode():
+        model.register_buffer("cache", torch.ones(2))
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2))
+    with mp.Checkpointer(tmp_path, model=model, optimizer=optimizer) as run:
+        for inputs in run.batches(loader):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+        assert run.timer.batch == 4
+
+
+def test_parameters_of_no_tracked_model_are_told_of(tmp_path: Path) -> None:
+    """Their moments are saved and their values are not: a resume cannot be exact."""
+    encoder, decoder = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])
+    with mp.Checkpointer(tmp_path, decoder=decoder, optimizer=optimizer) as run:
+        notes = run.save("one").wait().manifest.notes
+    assert any("2 parameters" in note for note in notes)

@@ -29,7 +29,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
-        self._bytes: Tensor = torch.empty(0, dtype=torch.uint8)
+        self._bytes: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.generation = 0
         """Grows whenever the memory was replaced, so that what it held is gone."""
 
@@ -43,7 +43,7 @@ class Arena:
         if num_bytes <= self.capacity_bytes:
             return False
         # Let go of the old memory first: a growing state must not need both at once.
-        self._bytes, self._map = torch.empty(0, dtype=torch.uint8), None
+        self._bytes, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
         size = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         self._map = page_memory(size)
         advise(self._map, getattr(mmap, "MADV_HUGEPAGE", None))

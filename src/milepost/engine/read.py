@@ -96,7 +96,7 @@ class CheckpointSource:
                     continue
                 target = destination
                 if destination.device.type != "cpu" or not destination.is_contiguous():
-                    target = torch.empty(destination.shape, dtype=destination.dtype)
+                    target = torch.empty(destination.shape, dtype=destination.dtype, device="cpu")
                     copies.append((destination, target))
                 flat = target.view(-1) if target.dim() else target.view(1)
                 flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)

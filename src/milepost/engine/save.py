@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import threading
 import time
@@ -25,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, FencedError
+from ..errors import CheckpointError, FencedError, UsageError
 from ..format.layout import INDEX
 from ..format.manifest import FORMAT_VERSION, FileEntry, Manifest
 from ..runs.publish import Claim, abandon, claim, publish
@@ -107,6 +108,7 @@ class Saver(Generic[T]):
         self._stager = Stager(Arena())
         self._plan: Plan | None = None
         self._attempt = 0
+        self._pid = os.getpid()
         self._parent = session.origin.name if session.origin else None
         self._linkable: dict[str, tuple[str, FileEntry]] = {}
         self._current: PendingSave[T] | None = None
@@ -128,6 +130,12 @@ class Saver(Generic[T]):
         Raises:
             FencedError: A newer session owns the run.
         """
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "A run cannot be saved to from a forked child of the process that opened it.",
+                safe="Nothing was written.",
+                hint="Save from the process that opened the run.",
+            )
         if self._fenced is not None:
             raise self._fenced
         started_s = time.perf_counter()

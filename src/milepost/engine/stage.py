@@ -88,7 +88,7 @@ class Stager:
             for entry, source in zip(part.tensors, sources, strict=True):
                 start, stop = part.arena_start + entry.start, part.arena_start + entry.stop
                 if start == stop:
-                    views.append(torch.empty(source.shape, dtype=source.dtype))
+                    views.append(torch.empty(source.shape, dtype=source.dtype, device="cpu"))
                 else:
                     views.append(
                         self.arena.tensor(start, stop).view(source.dtype).view(source.shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from ..errors import UsageError
 from ..progress.time import Time, TimeUnit
@@ -55,6 +55,7 @@ class Record:
     is_pending_validation: bool = False
 
 
+@runtime_checkable
 class KeepPolicy(Protocol):
     """Says which checkpoints to keep."""
 
@@ -88,7 +89,8 @@ class KeepBest:
     """Keep the ``count`` checkpoints with the best value of a metric.
 
     A missing value or NaN never takes the place of a number; of equal values the newer checkpoint
-    is kept. Where no checkpoint has a number, none is kept by this policy.
+    is kept. Where all values are NaN, none is kept by this policy. Where no checkpoint has a metric
+    of that name at all, every one is kept: a mistyped name must not delete anything.
 
     Args:
         count: How many.
@@ -113,6 +115,9 @@ class KeepBest:
     def keep(self, records: Sequence[Record]) -> Mapping[str, str]:
         """Return the best ones."""
         sign = 1.0 if self.mode == "min" else -1.0
+        if not any(self.metric in record.metrics for record in records):
+            reason = f"no checkpoint has a metric {self.metric!r}"
+            return {record.name: reason for record in records}
         scored = []
         for record in records:
             value = number_of(record.metrics.get(self.metric))

@@ -50,13 +50,13 @@ from ..errors import (
     UsageError,
 )
 from ..format.canonical import dump_record
-from ..format.layout import ATTEMPT, DELETED, LATEST, MANIFEST
+from ..format.layout import ATTEMPT, DELETED, LATEST, MANIFEST, session_key
 from ..format.manifest import FORMAT_VERSION, Manifest
 from ..stores.base import Store
 from .erase import condemn, erase, read_write_id
 from .folders import candidates, check_folder, file_key
 from .scan import read_manifest
-from .sessions import Session, check_not_fenced
+from .sessions import Session, check_not_fenced, read_run
 
 __all__ = ["Claim", "abandon", "claim", "point_latest", "publish"]
 
@@ -104,6 +104,7 @@ def claim(
     """
     check_folder(name)
     _require_settled(session)
+    _check_home(store, session)
     write_id = secrets.token_hex(16)
     fields = {
         "format": FORMAT_VERSION,
@@ -161,6 +162,7 @@ def publish(store: Store, session: Session, manifest: Manifest) -> None:
     if (manifest.session, manifest.run_id) != (session.number, session.run_id):
         raise UsageError(f"The manifest of {manifest.name} is not one of this session.")
     folder = check_folder(manifest.name)
+    _check_home(store, session)
     check_not_fenced(store, session)
     if _claimed_by(store, folder) != manifest.write_id:
         raise IncompleteError(
@@ -240,6 +242,25 @@ def point_latest(store: Store, name: str) -> CheckpointError | None:
     except CheckpointError as error:
         return error
     return None
+
+
+def _check_home(store: Store, session: Session) -> None:
+    """Refuse to write where the run is no more: its folder was moved, deleted or put elsewhere.
+
+    A checkpoint there would be acknowledged, and no resume would ever find it.
+    """
+    try:
+        is_home = read_run(store).run_id == session.run_id
+        store.head(session_key(session.number))
+    except MissingError:
+        is_home = False
+    if not is_home:
+        raise IncompleteError(
+            f"The run that session {session.number} writes to is no longer at {store.url}.",
+            safe="Checkpoints that were committed are where the folder was taken to.",
+            hint="Put the folder back, or stop and resume from where it is now.",
+            path=store.url,
+        )
 
 
 def _require_settled(session: Session) -> None:

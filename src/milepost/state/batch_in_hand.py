@@ -27,7 +27,7 @@ from ..errors import FormatError
 from .loader import ResumableLoader
 from .names import ParameterNames
 
-__all__ = ["BatchInHand"]
+__all__ = ["BatchInHand", "version_of"]
 
 _log = logging.getLogger("milepost")
 
@@ -83,7 +83,7 @@ class _Watched:
     def marks(self) -> list[Any]:
         """Return something that differs once a gradient was written."""
         return [
-            None if (gradient := p.grad) is None else (id(gradient), gradient._version)
+            None if (gradient := p.grad) is None else (id(gradient), version_of(gradient))
             for p in self.parameters
         ]
 
@@ -130,7 +130,7 @@ class BatchInHand:
             watched.take()
         # Held, so that no other one can take the place of one that is replaced.
         self._buffers = list(self._live_buffers())
-        self._versions = [buffer._version for buffer in self._buffers]
+        self._versions = [version_of(buffer) for buffer in self._buffers]
 
     def put_down(self) -> None:
         """Note that the body is done with it."""
@@ -231,7 +231,7 @@ class BatchInHand:
         now = list(self._live_buffers())
         if [*map(id, now)] != [*map(id, self._buffers)]:
             return False
-        if [buffer._version for buffer in now] != self._versions:
+        if [version_of(buffer) for buffer in now] != self._versions:
             return False
         return all(
             watched.marks() == watched.before
@@ -247,3 +247,8 @@ def _set_gradient(name: str, parameter: Tensor, gradient: Tensor) -> bool:
         _log.warning("The stored gradient of %s does not fit and was dropped: %s", name, error)
         return False
     return True
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter of a tensor; those made in inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version

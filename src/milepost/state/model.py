@@ -72,7 +72,7 @@ class ModelPart:
                 hint="Give rename= a function from stored names to the model's.",
                 report=report,
             )
-        if self._takes_tensors_in_place(matches):
+        if self._takes_tensors_in_place(source.trees[item], matches):
             self._read_in_place(source, item, matches)
         else:
             self._load_through_hooks(source, item, matches)
@@ -129,10 +129,16 @@ class ModelPart:
             return not self.strict
         return True
 
-    def _takes_tensors_in_place(self, matches: Mapping[str, tuple[str, Any]]) -> bool:
+    def _takes_tensors_in_place(
+        self, tree: Mapping[str, Any], matches: Mapping[str, tuple[str, Any]]
+    ) -> bool:
         """Return whether loading a state dict would do no more than copy into each tensor."""
-        if not all(type(v) is Tensor and v.layout is torch.strided for _, v in matches.values()):
-            return False
+        for stored, value in matches.values():
+            tag = tree[stored]
+            if not isinstance(tag, Mapping) or tag.get("$") != "tensor":
+                return False
+            if type(value) is not Tensor or value.layout is not torch.strided:
+                return False
         if type(self.module).load_state_dict is not nn.Module.load_state_dict:
             return False
         return not any(_has_load_hooks(child) for child in self.module.modules())

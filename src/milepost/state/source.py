@@ -107,7 +107,7 @@ def new_tensor(info: TensorInfo) -> Tensor:
     if dtype is None:
         raise FormatError(f"This version of torch has no dtype for {info.code!r}.")
     try:
-        return torch.empty(info.shape, dtype=dtype)
+        return torch.empty(info.shape, dtype=dtype, device="cpu")
     except (RuntimeError, TypeError):
         _check_shape(info.shape, dtype)
         raise  # a possible shape: there is not enough memory for it

@@ -92,6 +92,22 @@ class Tracked:
             found.extend((name, m, p) for m, p in members.items() if isinstance(p, OptimizerPart))
         return found
 
+    def stray_note(self) -> str:
+        """Return a warning about parameters that are optimized and not saved, or ``""``."""
+        names = self.parameter_names()
+        strays = sum(
+            names.of(parameter) is None
+            for _, _, part in self.optimizers()
+            for group in part.optimizer.param_groups
+            for parameter in group["params"]
+        )
+        if not strays:
+            return ""
+        return (
+            f"{strays} parameters of tracked optimizers belong to no tracked model: their state is "
+            "saved, and their values are not. Track the models that hold them."
+        )
+
     def capture(self) -> list[PackedItem]:
         """Take the state of every object, without copying tensors.
 
@@ -183,7 +199,8 @@ class Tracked:
             return ValuePart(target)
         if isinstance(target, Stateful):
             return ObjectPart(target)
-        if isinstance(target, tuple) and len(target) == 2 and all(map(callable, target)):
+        is_pair = isinstance(target, tuple) and len(target) == 2 and all(map(callable, target))
+        if is_pair and not any(isinstance(one, nn.Module | Stateful) for one in target):
             return ValuePart(Value(*target))
         if isinstance(target, Mapping) and all(isinstance(key, str) for key in target):
             return GroupPart({key: self._part(key, member) for key, member in target.items()})

@@ -82,7 +82,7 @@ def _shape(value: Tensor, tag: Mapping[str, Any]) -> Tensor:
         if value.numel():
             value = value.view(dtype).squeeze(-1)
         else:
-            value = torch.empty(value.shape[:-1], dtype=dtype)
+            value = torch.empty(value.shape[:-1], dtype=dtype, device="cpu")
     stride = tag.get("stride")
     if stride is None:
         return value

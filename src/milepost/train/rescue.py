@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..state.batch_in_hand import version_of
 from ..state.loader import ResumableLoader
 from ..state.rng import apply_rng, capture_rng
 
@@ -38,7 +39,7 @@ class Buffers:
     def versions(self) -> tuple[tuple[torch.Tensor, int], ...]:
         """Return each buffer with its version counter, which every write in place moves on."""
         return tuple(
-            (buffer, buffer._version)  # noqa: SLF001 - what autograd itself goes by
+            (buffer, version_of(buffer))
             for owner in self._owners
             for buffer in owner.values()
             if buffer is not None
