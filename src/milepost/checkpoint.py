@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import ExistsError, FormatError, MissingError, UsageError
 from .format import canonical, tree
 from .format.digest import BLOCK_BYTES
-from .format.layout import HIDDEN, MANIFEST, METADATA, RUN
+from .format.layout import HIDDEN, MANIFEST, METADATA, RUN, SESSIONS
 from .format.manifest import Manifest
 from .runs.scan import Found, RunView, State, read_manifest, scan
 from .runs.verify import Level, VerifyReport, verify
@@ -354,13 +354,15 @@ def run_store(place: Place | Store) -> Store | None:
     A run that shows single files to people keeps its records in a hidden folder.
     """
     base = open_store(place)
-    for store in (base, PrefixStore(base, HIDDEN)):
+    stores = (base, PrefixStore(base, HIDDEN))
+    for store in stores:
         try:
             store.head(RUN)
         except MissingError:
             continue
         return store
-    return None
+    # A lost run.json makes no other run of it.
+    return next((store for store in stores if next(iter(store.list(SESSIONS)), None)), None)
 
 
 def open_run(place: Place | Store) -> Run:

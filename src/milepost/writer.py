@@ -23,6 +23,7 @@ from .errors import (
     FencedError,
     FormatError,
     IncompleteError,
+    MismatchError,
     MissingError,
     NewerFormatError,
     SaveFailedError,
@@ -133,13 +134,17 @@ class RunWriter:
             MismatchError: The newest one does not fit the live objects.
         """
         self._check_layout()
+        view = self._look()
         if origin is None:
-            view = self._look()
             self._check_resume(view)
             self._check_fit(view, check)
         else:
             check(origin)
-        record = ensure_run(self.store, layout=self.options.save_format)
+        record = ensure_run(
+            self.store,
+            layout=self.options.save_format,
+            run_id=None if view is None else view.run.run_id,
+        )
         session = open_session(self.store, record)
         view = scan(self.store)
         found = self._restore(view, restore, origin)
@@ -244,7 +249,10 @@ class RunWriter:
         existing = run_store(self._base)
         if existing is None:
             return
-        layout = read_run(existing).layout
+        try:
+            layout = read_run(existing).layout
+        except MissingError:  # only its run.json is lost
+            layout = "torch" if isinstance(existing, PrefixStore) else "milepost"
         if layout != self.options.save_format:
             raise UsageError(
                 f"The run at {self._base.url} was written with save_format={layout!r}.",
@@ -342,10 +350,22 @@ class RunWriter:
 
     def _check_orphans(self, view: RunView) -> None:
         """Never leave whole checkpoints behind in silence."""
-        orphans = [found.name for found in view.found if found.state is State.ORPHANED]
+        orphans = [found for found in view.found if found.state is State.ORPHANED]
         if not orphans:
             return
-        names = ", ".join(orphans[-5:])
+        names = ", ".join(found.name for found in orphans[-5:])
+        strangers = [
+            one for one in orphans if one.manifest and one.manifest.run_id != view.run.run_id
+        ]
+        if strangers:
+            raise MismatchError(
+                f"The checkpoints at {self.store.url} ({names}) belong to another run than the "
+                "run.json beside them.",
+                safe="They are whole, and nothing was deleted or overwritten.",
+                hint="Put back the run.json that belongs to them, or remove it: it is written anew "
+                "from what the checkpoints say. To begin anew choose another folder.",
+                path=self.store.url,
+            )
         if self.options.resume == "must":
             raise MissingError(
                 f"No checkpoint of {self.store.url} counts; there are only some that the run did "

@@ -134,13 +134,19 @@ class Session:
 
 
 def ensure_run(
-    store: Store, *, layout: str = "milepost", clock: Callable[[], float] = time.time
+    store: Store,
+    *,
+    layout: str = "milepost",
+    run_id: str | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> RunRecord:
     """Return the run at a store, creating it if there is none.
 
     Args:
         store: Where the run is kept.
         layout: For a new run only; one that exists keeps its own.
+        run_id: Identity that its checkpoints bear, for a run whose record was lost; by default a
+            new one.
         clock: Returns the seconds since 1970.
     """
     try:
@@ -148,7 +154,7 @@ def ensure_run(
     except MissingError:
         fields = {
             "format": FORMAT_VERSION,
-            "run_id": secrets.token_hex(16),
+            "run_id": run_id or secrets.token_hex(16),
             "created_s": clock(),
             "layout": layout,
         }
