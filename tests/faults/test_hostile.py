@@ -405,6 +405,9 @@ MISFITS = {
     "generators that are a number": lambda made: made.set_tree("rng", 5),
     "generators of nothing": lambda made: made.set_tree("rng", [{}]),
     "generators of text": lambda made: made.set_tree("rng", {"a": "b"}),
+    "a setup that is a number": lambda made: made.set_tree("setup", 5),
+    "a setup of numbers": lambda made: made.set_tree("setup", {"classes": 1, "models": 2}),
+    "modes of text": lambda made: made.set_tree("setup", {"classes": {}, "models": {"model": "a"}}),
     "generators without torch": lambda made: made.tree("rng")[0].update(torch=5),
     "gradients of nobody": lambda made: made.index["items"].update(
         gradients={"files": [], "tree": [1]}

@@ -572,7 +572,7 @@ def test_metrics_notes_and_reasons_are_in_the_checkpoint(tmp_path):
     assert manifest.metrics["nan"] != manifest.metrics["nan"]
     assert manifest.reason == "manual"
     assert manifest.notes == ("by hand",)
-    assert manifest.items == ("timer", "box", "rng")
+    assert manifest.items == ("timer", "box", "setup", "rng")
 
 
 def test_what_a_resume_cannot_repeat_is_in_the_notes(tmp_path, caplog):

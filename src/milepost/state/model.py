@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import MismatchError
+from ..errors import MismatchError, UnsupportedStateError
 from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
 from ..tensors.unpack import leaf_tag, unpack_item
 from .names import name_cleaner, unwrap
@@ -39,8 +39,7 @@ class ModelPart:
 
     def capture(self) -> dict[str, Any]:
         """Return the state by clean name."""
-        clean = name_cleaner(self.module)
-        return {clean(name): value for name, value in self.module.state_dict().items()}
+        return {clean: value for clean, (_, value) in self._live().items()}
 
     def frozen(self) -> Collection[str]:
         """Return the names of parameters that do not require gradients."""
@@ -79,10 +78,25 @@ class ModelPart:
         report.loaded.extend(f"{item}: {stored}" for stored, _ in matches.values())
 
     def _live(self) -> dict[str, tuple[str, Any]]:
-        """Return ``clean name -> (own name, value)``."""
+        """Return ``clean name -> (own name, value)``.
+
+        Raises:
+            UnsupportedStateError: Two entries have one name once it is free of wrappers.
+        """
         clean = name_cleaner(self.module)
-        state = self.module.state_dict()
-        return {clean(name): (name, value) for name, value in state.items()}
+        live: dict[str, tuple[str, Any]] = {}
+        for own, value in self.module.state_dict().items():
+            name = clean(own)
+            if name in live:
+                raise UnsupportedStateError(
+                    f"The model's {live[name][0]!r} and {own!r} would both be saved as {name!r}: "
+                    "one of them would be lost.",
+                    hint="Names must differ in more than what torch.compile and data parallelism "
+                    "add to them.",
+                    names=[live[name][0], own],
+                )
+            live[name] = (own, value)
+        return live
 
     def _match(
         self, source: StateSource, item: str, report: LoadReport

@@ -21,11 +21,12 @@ from .objects import GroupPart, ObjectPart, Stateful, Value, ValuePart
 from .optimizer import OptimizerPart
 from .parts import Part
 from .report import LoadReport, restoring
-from .source import StateSource, subtree
+from .setup import apply_setup, capture_setup, setup_problems, members_of
+from .source import StateSource, load_item, subtree
 
 __all__ = ["RESERVED_ITEMS", "Tracked"]
 
-RESERVED_ITEMS = ("rng", "gradients")
+RESERVED_ITEMS = ("rng", "gradients", "setup")
 """Items that a run adds by itself."""
 
 _NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
@@ -65,7 +66,7 @@ class Tracked:
         if name in RESERVED_ITEMS or not _NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} cannot name a tracked object.",
-                hint="Use letters, digits and underscores, and none of rng, gradients.",
+                hint=f"Use letters, digits and underscores, and none of {', '.join(RESERVED_ITEMS)}.",
             )
         if name in self._parts:
             raise DuplicateNameError(
@@ -114,10 +115,11 @@ class Tracked:
         Raises:
             UnsupportedStateError: A value that cannot be stored; the message leads to it.
         """
-        return [
+        items = [
             pack_item(name, part.capture(), frozen=part.frozen())
             for name, part in self._parts.items()
         ]
+        return [*items, pack_item("setup", capture_setup(self._objects))]
 
     def restore(
         self,
@@ -145,6 +147,10 @@ class Tracked:
         for name in sorted(present, key=self._order):
             with restoring(source.name, name):
                 self._parts[name].apply(source, name, report)
+        if "setup" in source.trees:
+            with restoring(source.name, "setup"):
+                stored = load_item(source, "setup")
+                report.notes += apply_setup(stored, {name: self._objects[name] for name in present})
         return report
 
     def check(self, source: StateSource, *, expected: Collection[str] = ()) -> None:
@@ -171,6 +177,11 @@ class Tracked:
         for name in present:
             with restoring(source.name, name):
                 self._parts[name].check(source, name, report)
+        if "setup" in source.trees:
+            with restoring(source.name, "setup"):
+                stored = load_item(source, "setup")
+                live = {name: self._objects[name] for name in present}
+                report.problems += setup_problems(stored, live)
         return report, present
 
     def reapply_optimizer_options(self, source: StateSource) -> None:
@@ -213,10 +224,5 @@ class Tracked:
 
 def _models(objects: Mapping[str, Any]) -> dict[str, nn.Module]:
     """Return the modules among tracked objects by name, those inside groups included."""
-    found: dict[str, nn.Module] = {}
-    for name, target in objects.items():
-        members = target if isinstance(target, Mapping) else {"": target}
-        for member, value in members.items():
-            if isinstance(value, nn.Module):
-                found[f"{name}/{member}" if member else name] = value
-    return found
+    members = members_of(objects)
+    return {label: target for label, target in members if isinstance(target, nn.Module)}

@@ -195,7 +195,7 @@ def test_names_are_checked_when_things_are_tracked(tmp_path):
     run = mp.Checkpointer(tmp_path, model=nn.Linear(1, 1))
     with pytest.raises(mp.DuplicateNameError, match="model_2"):
         run.track(model=nn.Linear(1, 1))
-    for name in ("rng", "gradients", "a/b", "", ".x", "a b", "x" * 65):
+    for name in ("rng", "gradients", "setup", "a/b", "", ".x", "a b", "x" * 65):
         with pytest.raises(mp.UsageError, match="cannot name"):
             run.track(**{name: nn.Linear(1, 1)})
     with pytest.raises(mp.UsageError, match="object"):

@@ -1,0 +1,153 @@
+"""How the objects of a run were set up: what no state dict holds and a training depends on.
+
+The class of each optimizer and scheduler, since the state of one class loads into another and means
+something else there. And of each model the modules in another mode (``train`` or ``eval``) and the
+parameters that are frozen: a loop that froze a layer in its third epoch does not do so again when
+it goes on in the fourth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from .names import name_cleaner, unwrap
+
+__all__ = ["apply_setup", "capture_setup", "setup_problems", "members_of"]
+
+_CLASSES = (Optimizer, LRScheduler, ReduceLROnPlateau)
+
+
+def capture_setup(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how tracked objects are set up.
+
+    Args:
+        objects: Tracked objects by name, groups among them.
+
+    Returns:
+        ``classes``: item, or ``item/member``, to the name of its class; ``models``: item to whether
+        it is in training mode, the modules that are not in the mode of the whole, and the
+        parameters that require no gradients.
+    """
+    classes: dict[str, str] = {}
+    models: dict[str, Any] = {}
+    for label, target in members_of(objects):
+        if isinstance(target, _CLASSES):
+            classes[label] = type(target).__qualname__
+        elif isinstance(target, nn.Module):
+            models[label] = _modes(unwrap(target))
+    return {"classes": classes, "models": models}
+
+
+def setup_problems(stored: Any, objects: Mapping[str, Any]) -> list[str]:
+    """Return what does not fit, such as an object of another class, each in a sentence.
+
+    Args:
+        stored: From :func:`capture_setup`.
+        objects: The objects that are to be restored, by name.
+    """
+    if not _is_setup(stored):
+        return ["What is stored as the setup of the objects is none."]
+    then = stored["classes"]
+    problems = []
+    for label, target in members_of(objects):
+        now = type(target).__qualname__
+        if isinstance(target, _CLASSES) and then.get(label, now) != now:
+            problems.append(f"{label} is of the class {now}, and was saved from {then[label]}.")
+    return problems
+
+
+def apply_setup(stored: Any, objects: Mapping[str, Any]) -> list[str]:
+    """Put modules into the mode they were in, and freeze what was frozen.
+
+    Args:
+        stored: From :func:`capture_setup`, checked with :func:`setup_problems`.
+        objects: The objects that were restored, by name.
+
+    Returns:
+        What was changed, each in a sentence.
+    """
+    models = stored["models"]
+    notes: list[str] = []
+    for label, target in members_of(objects):
+        if isinstance(target, nn.Module) and label in models:
+            notes += _apply_modes(label, unwrap(target), models[label])
+    return notes
+
+
+def _is_setup(stored: Any) -> bool:
+    if not isinstance(stored, Mapping) or set(stored) != {"classes", "models"}:
+        return False
+    classes, models = stored["classes"], stored["models"]
+    if not isinstance(classes, Mapping) or not isinstance(models, Mapping):
+        return False
+    return all(isinstance(name, str) for name in classes.values()) and all(
+        isinstance(modes, Mapping)
+        and type(modes.get("is_training")) is bool
+        and isinstance(modes.get("others"), list)
+        and isinstance(modes.get("frozen"), list)
+        for modes in models.values()
+    )
+
+
+def members_of(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield ``(label, object)`` of everything tracked, members of groups by themselves."""
+    for name, target in objects.items():
+        is_group = isinstance(target, Mapping)
+        members = target.items() if is_group else [("", target)]
+        for member, value in members:
+            yield (f"{name}/{member}" if is_group else name), value
+
+
+def _modes(module: nn.Module) -> dict[str, Any]:
+    clean = name_cleaner(module)
+    return {
+        "is_training": module.training,
+        "others": sorted(
+            {
+                _module_name(clean, name)
+                for name, child in module.named_modules()
+                if child.training != module.training
+            }
+        ),
+        "frozen": sorted(
+            clean(name) for name, one in module.named_parameters() if not one.requires_grad
+        ),
+    }
+
+
+def _apply_modes(label: str, module: nn.Module, stored: Mapping[str, Any]) -> list[str]:
+    clean = name_cleaner(module)
+    others, frozen = frozenset(stored["others"]), frozenset(stored["frozen"])
+    notes = []
+    moved = []
+    for name, child in module.named_modules():
+        plain = _module_name(clean, name)
+        is_training = stored["is_training"] != (plain in others)
+        if child.training != is_training:
+            child.training = is_training
+            moved.append(plain or "itself")
+    # The mode of the whole is changed by any loop, and that of a part by a decision.
+    if moved and "itself" not in moved:
+        notes.append(f"{label}: the mode (train or eval) of {_some(moved)} is as it was saved.")
+    changed = []
+    for name, parameter in module.named_parameters():
+        is_frozen = clean(name) in frozen
+        if parameter.requires_grad == is_frozen and parameter.is_leaf:
+            parameter.requires_grad_(not is_frozen)
+            changed.append(f"{clean(name)} is {'frozen' if is_frozen else 'not frozen'}")
+    if changed:
+        notes.append(f"{label}: as it was saved, {_some(changed)}.")
+    return notes
+
+
+def _module_name(clean: Callable[[str], str], name: str) -> str:
+    return clean(f"{name}.").rstrip(".")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
