@@ -575,13 +575,23 @@ def test_metrics_notes_and_reasons_are_in_the_checkpoint(tmp_path):
     assert manifest.items == ("timer", "box", "setup", "rng")
 
 
+class Unknown:
+    """A sampler of another maker."""
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter(range(6))
+
+
 def test_what_a_resume_cannot_repeat_is_in_the_notes(tmp_path, caplog):
     """Said beforehand, and again when it matters."""
     caplog.set_level(logging.INFO)
-    loader = DataLoader(TensorDataset(torch.arange(6.0)), 1, num_workers=1)
+    loader = DataLoader(TensorDataset(torch.arange(6.0)), 1, sampler=Unknown())
     with mp.Checkpointer(tmp_path, loader=loader) as run:
         manifest = run.save("a").wait().manifest
-    assert "loader workers" in manifest.notes[0]
+    assert "Unknown" in manifest.notes[0]
 
 
 def test_a_diagnostic_checkpoint_is_beside_the_run(tmp_path):

@@ -114,7 +114,8 @@ def test_modes_and_frozen_parameters_come_back(tmp_path: Path) -> None:
         assert [one.requires_grad for one in model.parameters()] == [True, False, True, True]
         assert run.load_report is not None
         told = " ".join(run.load_report.notes)
-        assert "1.0" in told and "0.weight is not frozen, 0.bias is frozen" in told
+        assert "1.0" in told
+        assert "0.weight is not frozen, 0.bias is frozen" in told
     checkpointer, model = start()
     model.eval()
     with checkpointer:
@@ -143,7 +144,7 @@ def test_two_entries_of_one_clean_name_are_refused(tmp_path: Path) -> None:
     model.layer._modules["_orig_mod"] = model.layer._modules.pop("_orig_mod_")
     with (
         mp.Checkpointer(tmp_path, model=model) as run,
-        pytest.raises(mp.UnsupportedStateError, match="_orig_mod.weight"),
+        pytest.raises(mp.UnsupportedStateError, match="_orig_mod"),
     ):
         run.save("first", wait=True)
     assert mp.open_run(tmp_path).checkpoints() == []

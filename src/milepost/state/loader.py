@@ -15,6 +15,7 @@ moment before the first new batch, so that nothing done in between can disturb t
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 from collections import deque
@@ -26,20 +27,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import MismatchError
 from ..tensors.generators import set_generator
+from .position import is_torchdata, measures, misfit, num_batches, remarks
 from .report import restoring
 from .rng import apply_rng, capture_rng
-from .samplers import data_note, generators_of, order_note
+from .samplers import data_note, generators_of, order_note, order_of
 from .skipping import SkippingLoader
 
 __all__ = ["ResumableLoader", "num_samples"]
 
 _log = logging.getLogger("milepost")
-
-_MEASURES = {
-    "batch_size": "samples in a batch",
-    "num_samples": "samples in the data set",
-    "num_batches": "batches in an epoch",
-}
 
 
 class ResumableLoader:
@@ -75,10 +71,7 @@ class ResumableLoader:
     @property
     def num_batches(self) -> int | None:
         """Return the batches of an epoch, or ``None`` if the loader cannot tell."""
-        try:
-            return len(self.loader)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
+        return num_batches(self.loader)
 
     @property
     def position(self) -> int:
@@ -92,13 +85,15 @@ class ResumableLoader:
         if self.kind == "replayed" and not isinstance(self.loader, Sequence):
             notes.append(
                 f"The loader ({type(self.loader).__qualname__}) cannot tell its position: a resume "
-                "reads the batches already used once more. Give it state_dict and load_state_dict "
-                "to avoid that."
+                "reads the batches already used once more, and is exact only if their order is "
+                "drawn at the start of the epoch. Give it state_dict and load_state_dict to avoid "
+                "that."
             )
-        if getattr(self.loader, "num_workers", 0) and self.kind == "indexed":
+        if getattr(self.loader, "num_workers", 0) and self._is_torchdata:
             notes.append(
-                "Random numbers drawn inside loader workers are repeated only if each sample seeds "
-                "its own generator."
+                "Random numbers that the workers of a StatefulDataLoader draw are others after a "
+                "resume within an epoch, unless each sample seeds the generators that it draws "
+                "from. Those of a plain DataLoader come back."
             )
         draws = None if self.kind == "stateful" else data_note(self.loader)
         notes += [note for note in (self._order_note(), draws) if note is not None]
@@ -217,7 +212,8 @@ class ResumableLoader:
             "num_begun": self._num_begun,
             "epoch": self._epoch,
             "start": self._start,
-            **self._measures(),
+            "num_workers": getattr(self.loader, "num_workers", 0),
+            **measures(self.loader),
         }
         if self._start is None or self.kind == "stateful":
             state["generators"] = self._generator_states()
@@ -229,42 +225,19 @@ class ResumableLoader:
         if self.kind == "stateful" and (self._was_iterated or not self._is_torchdata):
             # Torchdata's would begin to iterate, and draw random numbers for it.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
-            state["num_workers"] = getattr(self.loader, "num_workers", 0)
         return state
 
     def misfit(self, state: Mapping[str, Any]) -> str | None:
         """Return why a stored position does not fit this loader, or ``None`` if it does."""
-        kind, position = state["kind"], state["position"]
-        is_open = bool(position or state.get("is_open"))
-        if type(position) is not int or (is_open and not isinstance(state["start"], Mapping)):
-            return "The stored position of a loader is malformed."
-        if position and kind != self.kind:
-            return (
-                f"The checkpoint is at batch {position} of an epoch of a loader of the kind "
-                f"{kind!r}; this one is of the kind {self.kind!r}."
-            )
         epoch, length = state.get("epoch"), self.num_batches
-        if position and type(epoch) is int and state.get("num_batches") != length:
+        if state["position"] and type(epoch) is int and state.get("num_batches") != length:
             # A sampler may make another number of batches in every epoch.
             self.set_epoch(epoch)
-            length = self.num_batches
-        if length is not None and position > length:
-            return (
-                f"The checkpoint is at batch {position} of an epoch, but this loader has only "
-                f"{length} batches."
-            )
-        if position and not (self.kind == "stateful" and not self._is_torchdata):
-            reason = self._other_measure(state)
-            if reason is not None:
-                return reason
-        workers = getattr(self.loader, "num_workers", 0)
-        if position and self._is_torchdata and state.get("num_workers", workers) != workers:
-            return (
-                f"The checkpoint is at batch {position} of an epoch of a StatefulDataLoader with "
-                f"{state['num_workers']} workers, and its state fits no other number; this one has "
-                f"{workers} workers."
-            )
-        return None
+        return misfit(self.loader, self.kind, state)
+
+    def remarks(self, state: Mapping[str, Any]) -> list[str]:
+        """Return what to know of going on from a stored position that fits, each in a sentence."""
+        return remarks(self.loader, self.kind, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a stored position at the next :meth:`iterate`.
@@ -286,33 +259,6 @@ class ResumableLoader:
             # It may be looked at, or iterated by other hands, before it is iterated here.
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
-    def _measures(self) -> dict[str, int | None]:
-        """Return what a position in batches depends on; ``None`` where it cannot be told."""
-        loader: Any = self.loader
-        size = getattr(loader, "batch_size", None)
-        if size is None:
-            size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        try:
-            num_samples = len(loader.dataset)
-        except (AttributeError, TypeError, NotImplementedError):
-            num_samples = None
-        return {
-            "batch_size": size if type(size) is int else None,
-            "num_samples": num_samples,
-            "num_batches": self.num_batches,
-        }
-
-    def _other_measure(self, state: Mapping[str, Any]) -> str | None:
-        live = self._measures()
-        for name, unit in _MEASURES.items():
-            stored, now = state.get(name), live[name]
-            if stored is not None and now is not None and stored != now:
-                return (
-                    f"The checkpoint is at batch {state['position']} of an epoch with {stored} "
-                    f"{unit}; this loader has {now}."
-                )
-        return None
-
     @property
     def _reads_here(self) -> bool:
         """Return whether samples are read in this process, none of them ahead of the training."""
@@ -331,6 +277,7 @@ class ResumableLoader:
         return {
             "rng": capture_rng(),
             "generators": self._generator_states(),
+            "order": order_of(self.loader),
         }
 
     def _set_generators(self, states: Iterable[Any]) -> None:
@@ -339,8 +286,17 @@ class ResumableLoader:
 
     def _begin(self, skip: int) -> Iterator[Any]:
         if self._skipping is not None:
-            return self._skipping.start(skip, is_first=self._num_begun == 1)
+            seed = self._seed_of_epoch()
+            return self._skipping.start(skip, is_first=self._num_begun == 1, seed=seed)
         return iter(self.loader)
+
+    def _seed_of_epoch(self) -> bytes:
+        """Return bytes that every start of this epoch has, and no start of another one."""
+        assert self._start is not None
+        digest = hashlib.blake2b(self._num_begun.to_bytes(8, "little"), digest_size=32)
+        for state in (self._start["rng"]["torch"], *self._start["generators"]):
+            digest.update(state.numpy().tobytes())
+        return digest.digest()
 
     def _return_to(self, state: Mapping[str, Any]) -> Iterator[Any]:
         self._position, self._start = state["position"], state["start"]
@@ -361,7 +317,7 @@ class ResumableLoader:
 
     @property
     def _is_torchdata(self) -> bool:
-        return any(cls.__module__.startswith("torchdata.") for cls in type(self.loader).__mro__)
+        return is_torchdata(self.loader)
 
     def _return_stateful(self, state: Mapping[str, Any]) -> Iterator[Any]:
         if not self._is_torchdata:

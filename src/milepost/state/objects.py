@@ -60,8 +60,11 @@ class ObjectPart:
     def check(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Look at the position of a loader; leave other checks to the object itself."""
         if isinstance(self.target, ResumableLoader):
-            reason = self.target.misfit(load_item(source, item))
-            if reason is not None:
+            stored = load_item(source, item)
+            reason = self.target.misfit(stored)
+            if reason is None:
+                report.notes += self.target.remarks(stored)
+            else:
                 report.problems.append(reason)
 
     def apply(self, source: StateSource, item: str, report: LoadReport) -> None:

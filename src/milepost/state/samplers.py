@@ -7,6 +7,7 @@ a global generator, between the draws of the training; that cannot be seen from 
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-__all__ = ["data_note", "generators_of", "order_note"]
+__all__ = ["data_note", "generators_of", "order_note", "order_of"]
 
 _KNOWN = (
     SequentialSampler.__iter__,
@@ -66,14 +67,26 @@ def order_note(loader: Any) -> str | None:
     )
 
 
+def order_of(loader: Any) -> str | None:
+    """Return what the order of the data is made by, in words; ``None`` if that is not to be seen.
+
+    Two loaders whose words differ do not go through their data alike, whatever the random state.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    return _words(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+
+
 def data_note(loader: Any) -> str | None:
-    """Return what to know of a data set that draws in the process of the training, or ``None``."""
-    if not isinstance(loader, DataLoader) or loader.num_workers:
+    """Return what to know of a data set that has generators of its own, or ``None``."""
+    if not isinstance(loader, DataLoader):
         return None
     dataset = loader.dataset
     kept = getattr(dataset, "__dict__", {})
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    names = [name for name, v in kept.items() if isinstance(v, kinds) and name != "generator"]
+    # That of the data set in this process is restored; workers have copies.
+    restored = () if loader.num_workers else ("generator",)
+    names = [name for name, v in kept.items() if isinstance(v, kinds) and name not in restored]
     if not names:
         return None
     return (
@@ -81,6 +94,34 @@ def data_note(loader: Any) -> str | None:
         f"({', '.join(names)}), which a resume within an epoch does not restore. It repeats the "
         "numbers only if each sample seeds the generator that it draws from."
     )
+
+
+def _words(sampler: Any) -> str:
+    name = type(sampler).__qualname__
+    if isinstance(sampler, list | tuple | range):
+        return f"{name} {_digest(sampler)}"
+    if isinstance(sampler, BatchSampler):
+        return f"{name} of {_words(sampler.sampler)}"
+    if isinstance(sampler, RandomSampler):
+        return f"{name} with replacement" if sampler.replacement else name
+    if isinstance(sampler, WeightedRandomSampler):
+        return f"{name} of the weights {_digest(sampler.weights)}"
+    if isinstance(sampler, SubsetRandomSampler):
+        return f"{name} of the indices {_digest(sampler.indices)}"
+    if isinstance(sampler, DistributedSampler):
+        return f"{name} with shuffle={sampler.shuffle}, seed={sampler.seed}"
+    return name
+
+
+def _digest(values: Any) -> str:
+    """Return a few letters that tell sequences of numbers apart."""
+    if isinstance(values, torch.Tensor):
+        data = values.detach().cpu().contiguous().numpy().tobytes()
+    elif isinstance(values, range):
+        data = repr(values).encode()
+    else:
+        data = "\n".join(map(repr, values)).encode()
+    return hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
 def _unknown(sampler: Any) -> Any:

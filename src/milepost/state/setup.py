@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .names import name_cleaner, unwrap
 
-__all__ = ["apply_setup", "capture_setup", "setup_problems", "members_of"]
+__all__ = ["apply_setup", "capture_setup", "members_of", "setup_problems"]
 
 _CLASSES = (Optimizer, LRScheduler, ReduceLROnPlateau)
 

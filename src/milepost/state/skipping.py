@@ -1,12 +1,22 @@
-"""Plain map-style loaders that can start an epoch some batches in, without reading data."""
+"""Plain map-style loaders that can start an epoch some batches in, without reading data.
+
+Random numbers drawn in workers come back too. Torch seeds a worker once, and what it draws for a
+batch then depends on which batches it had before: in the middle of an epoch nobody can get there
+again without reading them. Here every batch carries a seed of its own to its worker, made from the
+random state at the start of the epoch and the number of the batch. So it does not even matter how
+many workers there are.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
@@ -48,14 +58,16 @@ class SkippingLoader:
             self._twin = DataLoader(loader.dataset, batch_size=None, sampler=self._skip, **options)
         self._has_workers = False
 
-    def start(self, num_batches: int, *, is_first: bool) -> Iterator[Any]:
+    def start(self, num_batches: int, *, is_first: bool, seed: bytes) -> Iterator[Any]:
         """Begin an epoch.
 
         Args:
             num_batches: How many batches to leave out.
             is_first: Whether it is the first epoch of the run with this loader.
+            seed: What the random numbers drawn in workers come from; another one in every epoch.
         """
         self._skip.num_skipped = num_batches
+        self._skip.seed = seed if self._twin.num_workers else None
         if self._twin.persistent_workers and not is_first and not self._has_workers:
             # Workers that last draw their seed in the first epoch of the run only, and these are
             # new: the order must be drawn as if they had not drawn it again.
@@ -75,6 +87,7 @@ class _SkippingSampler:
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.num_skipped = 0
+        self.seed: bytes | None = None
         self.before_order: Callable[[], None] | None = None
         self._rest: _Skipped | None = None
 
@@ -84,9 +97,15 @@ class _SkippingSampler:
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers asks for this twice before it reads anything.
         if not self.num_skipped and self.before_order is None:
-            return iter(self.sampler)
+            return self._seeded(iter(self.sampler))
         self._rest = _Skipped(self.sampler, self.num_skipped, self._begin_order)
-        return self._rest
+        return self._seeded(self._rest)
+
+    def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if self.seed is None:
+            return batches
+        numbers = itertools.count(self.num_skipped)
+        return map(_SeededBatch, batches, numbers, itertools.repeat(self.seed))
 
     def _begin_order(self) -> None:
         if self.before_order is not None:
@@ -142,6 +161,27 @@ class _Rest:
 
     def __iter__(self) -> Iterator[Any]:
         return self._rest
+
+
+class _SeededBatch:
+    """The indices of a batch on their way to a worker, which is seeded when they arrive there."""
+
+    def __init__(self, indices: Any, number: int, seed: bytes) -> None:
+        self._indices = indices
+        self._number = number
+        self._seed = seed
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, int, bytes]]:
+        return _arrive, (self._indices, self._number, self._seed)
+
+
+def _arrive(indices: Any, number: int, seed: bytes) -> Any:
+    """Seed the generators of this worker for one batch, and return its indices."""
+    digest = hashlib.blake2b(number.to_bytes(8, "little"), key=seed, digest_size=32).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little"))
+    random.seed(digest[8:16])
+    np.random.seed(np.frombuffer(digest[16:], dtype="<u4"))
+    return indices
 
 
 def _restorer(generator: torch.Generator | None) -> Callable[[], None]:

@@ -21,7 +21,7 @@ from .objects import GroupPart, ObjectPart, Stateful, Value, ValuePart
 from .optimizer import OptimizerPart
 from .parts import Part
 from .report import LoadReport, restoring
-from .setup import apply_setup, capture_setup, setup_problems, members_of
+from .setup import apply_setup, capture_setup, members_of, setup_problems
 from .source import StateSource, load_item, subtree
 
 __all__ = ["RESERVED_ITEMS", "Tracked"]
@@ -66,7 +66,7 @@ class Tracked:
         if name in RESERVED_ITEMS or not _NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} cannot name a tracked object.",
-                hint=f"Use letters, digits and underscores, and none of {', '.join(RESERVED_ITEMS)}.",
+                hint="Use letters, digits and underscores, and none of rng, gradients, setup.",
             )
         if name in self._parts:
             raise DuplicateNameError(

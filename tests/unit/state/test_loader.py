@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -198,9 +201,9 @@ def test_only_what_has_no_position_is_read_again_and_says_so():
     again.load_state_dict(state)
     next(again.iterate(capture_rng()))
     assert len(reads) == 12
-    for kind in ("in order", "shuffled", "own position", "torchdata"):
+    for kind in ("in order", "shuffled", "own position", "torchdata", "two workers"):
         assert ResumableLoader(LOADERS[kind]()).notes == ()
-    assert "loader workers" in ResumableLoader(LOADERS["two workers"]()).notes[0]
+    assert "workers" in ResumableLoader(stateful(num_workers=2)).notes[0]
 
 
 def test_a_batch_may_be_given_back_and_taken_again():
@@ -350,3 +353,65 @@ def test_random_state_comes_back_whole():
     for broken in ({}, {**state, "numpy": {}}, {**state, "torch": 5}, {**state, "python": 1}):
         with pytest.raises(mp.FormatError):
             apply_rng(broken)
+
+
+class Noisy(Dataset):
+    """Augments what it reads, with each of the generators that people use for it."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        drawn = torch.rand(()), random.random(), np.random.rand()
+        return torch.tensor([index, *drawn])
+
+
+def noisy(num_workers, **options):
+    return DataLoader(Noisy(), 4, shuffle=True, num_workers=num_workers, **options)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}], ids=["", "lasting"])
+@pytest.mark.parametrize("cut", [2, 8])
+def test_numbers_drawn_in_workers_come_back(num_workers, options, cut):
+    """On any number of workers: torch seeds each once, and where it is then nobody knows."""
+    torch.manual_seed(3)
+    whole, _, _ = two_epochs(noisy(2, **options))
+    torch.manual_seed(3)
+    first, state, rng = two_epochs(noisy(2, **options), until=cut)
+    torch.manual_seed(99)
+    resumable = ResumableLoader(noisy(num_workers, **options))
+    resumable.load_state_dict(state)
+    seen = []
+    for epoch in range(cut // 6, 2):
+        resumable.set_epoch(epoch)
+        for batch in resumable.iterate(rng):
+            seen.append(flat(batch))
+            torch.rand(3)
+        rng = None
+        resumable.end_epoch()
+    assert first + seen == whole
+    drawn = [tuple(sample[1:]) for batch in whole for sample in batch]
+    assert len(set(drawn)) == 48
+    flat_numbers = [number for numbers in drawn for number in numbers]
+    assert len(set(flat_numbers)) == 3 * 48
+
+
+def test_samples_without_batches_are_seeded_too():
+    """A loader may hand out single samples; its workers get single indices."""
+    torch.manual_seed(3)
+    resumable = ResumableLoader(DataLoader(Noisy(), None, num_workers=2))
+    whole = [one.tolist() for one in resumable.iterate()]
+    torch.manual_seed(3)
+    again = ResumableLoader(DataLoader(Noisy(), None, num_workers=1))
+    assert [one.tolist() for one in again.iterate()] == whole
+
+
+def test_going_on_without_workers_is_told_of():
+    """Numbers that workers drew are then drawn in the process of the training."""
+    first = ResumableLoader(noisy(2))
+    batches = first.iterate()
+    next(batches)
+    state = first.state_dict()
+    assert "2 loader workers" in ResumableLoader(noisy(0)).remarks(state)[0]
+    assert ResumableLoader(noisy(1)).remarks(state) == []

@@ -162,7 +162,10 @@ def test_an_epoch_that_cannot_be_opened_was_not_opened(is_resumed):
 
     order = list(range(24))[::-1]
     torch.manual_seed(1)
-    first = ResumableLoader(loader(order))
+    once = Once(order)
+    with pytest.raises(OSError, match="not yet"):
+        iter(once)
+    first = ResumableLoader(loader(once))
     batches = first.iterate()
     seen = [next(batches)[0].tolist(), next(batches)[0].tolist()]
     stored, rng = first.state_dict(), capture_rng()

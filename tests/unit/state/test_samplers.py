@@ -195,4 +195,41 @@ def test_data_with_a_generator_that_is_not_restored_is_noted(drawn):
     kept = ResumableLoader(DataLoader(Drawing(generator=torch.Generator()), 4))
     assert kept.notes == ()
     (workers,) = ResumableLoader(DataLoader(Drawing(noise=drawn), 4, num_workers=2)).notes
-    assert "inside loader workers" in workers
+    assert "noise" in workers
+    (copied,) = ResumableLoader(DataLoader(Drawing(generator=drawn), 4, num_workers=2)).notes
+    assert "generator" in copied
+
+
+SHUFFLED = lambda: DataLoader(DATA, 4, shuffle=True)  # noqa: E731
+OTHER_ORDERS = {
+    "not shuffled": (SHUFFLED, lambda: DataLoader(DATA, 4)),
+    "with replacement": (SHUFFLED, pick(RandomSampler(DATA, True))),
+    "other weights": (
+        pick(WeightedRandomSampler([1.0, 2.0] * 12, 24)),
+        pick(WeightedRandomSampler([2.0, 1.0] * 12, 24)),
+    ),
+    "other indices": (
+        pick(SubsetRandomSampler(range(4, 24))),
+        pick(SubsetRandomSampler(range(20))),
+    ),
+    "another seed": (
+        pick(DistributedSampler(DATA, 1, 0, seed=1)),
+        pick(DistributedSampler(DATA, 1, 0, seed=2)),
+    ),
+    "another list": (pick(list(range(24))), pick(list(range(24))[::-1])),
+    "another class": (pick(Backwards(DATA)), pick(Named(DATA))),
+}
+
+
+@pytest.mark.parametrize(("then", "now"), OTHER_ORDERS.values(), ids=OTHER_ORDERS)
+def test_another_order_within_an_epoch_is_refused(then, now):
+    """Some samples would be seen twice and others never, and nothing would show it."""
+    first = ResumableLoader(then())
+    batches = first.iterate()
+    next(batches)
+    state = first.state_dict()
+    with pytest.raises(mp.MismatchError, match="whose order comes from"):
+        ResumableLoader(now()).load_state_dict(state)
+    ResumableLoader(then()).load_state_dict(state)
+    first.end_epoch()
+    ResumableLoader(now()).load_state_dict(first.state_dict())
