@@ -11,9 +11,11 @@ one place: count it, save if a save is due, look whether a signal asked us to en
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,7 @@ from .state.loader import ResumableLoader, num_samples
 from .state.objects import Stateful, Value
 from .state.report import LoadReport
 from .state.tracked import Tracked
+from .state.transient import TransientBuffers
 from .writer import Resume, RunWriter, WriterOptions
 
 if TYPE_CHECKING:
@@ -141,7 +144,16 @@ class Checkpointer:
             MismatchError: The stored state does not fit it.
         """
         for name, target in objects.items():
-            self._tracked.add(name, self._trackable(name, target))
+            try:
+                self._tracked.add(name, self._trackable(name, target))
+            except UsageError as error:
+                meant = get_close_matches(name, _OPTIONS, n=1, cutoff=0.75)
+                if meant and not self._is_open:
+                    raise UsageError(
+                        f"{name}= is no option, and its value cannot be tracked as an object.",
+                        hint=f"Was {meant[0]}= meant?",
+                    ) from error
+                raise
             self._resumption.claim(name, target)
         if self._is_open:
             self._watch()
@@ -278,8 +290,14 @@ class Checkpointer:
 
     @property
     def stop_signal(self) -> int | None:
-        """Return the signal that asked us to end, or ``None``."""
-        return None if self._signals is None else self._signals.received
+        """Return the signal that asked us to end, or ``None``.
+
+        A loop that looks here acts on it, so that :meth:`save` does not.
+        """
+        if self._signals is None:
+            return None
+        self._signals.is_looked_at = True
+        return self._signals.received
 
     @property
     def grace_left_s(self) -> float:
@@ -327,6 +345,7 @@ class Checkpointer:
         """
         self._require_open()
         if id(loader) not in self._loaders:
+            self._refuse_second_loader(loader)
             self.track(loader=loader)
         self._resumption.settle()
         resumable = self._loaders[id(loader)]
@@ -352,6 +371,8 @@ class Checkpointer:
         Raises:
             Preempted: A signal asked us to end; the state is saved.
         """
+        if self._saves.iterated is None:
+            self._saves.note_own_steps()
         self.take_rng()  # that of the resumed checkpoint is history now
         self.timer.on_batch_complete(num_samples, num_tokens)
         counters = self.timer.snapshot()
@@ -430,9 +451,11 @@ class Checkpointer:
                 anything was computed.
             UnsupportedStateError: A value that cannot be stored; nothing was written.
             CheckpointError: An earlier save failed and ``on_save_error="raise"``.
+            Preempted: A signal asked us to end, in a loop that uses neither :meth:`batches` nor
+                :meth:`step`; the state is saved.
         """
         self._require_open()
-        return self._saves.save(
+        pending = self._saves.save(
             name,
             metrics=metrics,
             reason=reason,
@@ -442,6 +465,9 @@ class Checkpointer:
             rng=rng,
             is_natural=is_natural,
         )
+        if self._signals is not None and self._signals.is_unheeded:
+            self.stop_if_asked()
+        return pending
 
     def save_diagnostic(
         self, folder: str, name: str, *, extra: Mapping[str, Any], wait: bool = True
@@ -533,6 +559,7 @@ class Checkpointer:
         """Watch what batches change."""
         parts = self._tracked.optimizers()
         self._saves.stray_note = self._tracked.stray_note()
+        self._saves.transient = TransientBuffers(self._tracked.models())
         if self._saves.stray_note and self._is_open:
             _log.warning(self._saves.stray_note)
         self._hand.watch(
@@ -541,6 +568,7 @@ class Checkpointer:
         )
 
     def _end_epoch(self, *, is_last: bool) -> None:
+        self._require_counted_batches()
         if self._hand.is_held and not self._hand.is_untouched:
             self.timer.on_batch_complete(self._hand.num_samples or 0)
         self._hand.put_down()
@@ -558,6 +586,26 @@ class Checkpointer:
                 is_natural=True,
             )
         self.stop_if_asked()
+
+    def _refuse_second_loader(self, loader: Iterable[Any]) -> None:
+        if "loader" in self._tracked:
+            raise UsageError(
+                f"batches() was given a {type(loader).__qualname__}, and another object is tracked "
+                "as 'loader'.",
+                safe="Nothing was trained or saved.",
+                hint="Pass the tracked loader itself, and wrap what comes out: "
+                "tqdm(run.batches(loader)). A second loader is tracked under a name of its own.",
+            )
+
+    def _require_counted_batches(self) -> None:
+        """Refuse an epoch without batches where saves are due after some of them."""
+        is_counted = self._saves.iterated is not None or self.timer.batch_in_epoch > 0
+        if self._schedule.needs_batches and not is_counted:
+            raise UsageError(
+                "An epoch ended in which no batch was counted, and saves are due between batches.",
+                hint="Iterate with run.batches(loader), or call run.step() after each batch. "
+                'To save after epochs only use every="1ep".',
+            )
 
     def _left_to_epoch_end(self, counters: Mapping[str, Any]) -> bool:
         """Return whether this batch ends an epoch whose end will be saved anyway."""
@@ -579,6 +627,13 @@ class Checkpointer:
                 "The checkpointer is not open.",
                 hint="Use it in a with block, or call open() first.",
             )
+
+
+_OPTIONS = tuple(
+    name
+    for name, one in inspect.signature(Checkpointer).parameters.items()
+    if one.kind is inspect.Parameter.KEYWORD_ONLY
+)
 
 
 def _refuse_several_workers() -> None:

@@ -18,19 +18,26 @@ from .checkpoint import Checkpoint
 from .engine.pending import PendingSave
 from .engine.save import SaveRequest
 from .errors import CheckpointError, UsageError
+from .format.layout import check_name
 from .naming import NameFormat, as_number, natural_name
 from .progress.timer import Timer
 from .resumption import Resumption
 from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader
 from .state.rng import capture_rng
-from .state.tracked import Tracked
+from .state.tracked import Tracked, check_item_names
+from .state.transient import TransientBuffers
 from .tensors.pack import pack_item
 from .writer import RunWriter
 
 __all__ = ["Saves"]
 
 _log = logging.getLogger("milepost")
+
+_OWN_STEPS = (
+    "Batches are counted with step(), and no loader is iterated with run.batches(): where a "
+    "tracked loader is in its epoch is not known, and a resume begins the epoch of the data anew."
+)
 
 
 class Saves:
@@ -52,6 +59,7 @@ class Saves:
         logged_error: An error that was logged because another one mattered more.
         saved_at: The point of the newest save: epoch and batch.
         stray_note: A warning about parameters that are optimized and not saved, if there are any.
+        transient: Watches the buffers that are not saved.
     """
 
     def __init__(
@@ -81,6 +89,15 @@ class Saves:
         self.logged_error: Exception | None = None
         self.saved_at: tuple[int, int] | None = None
         self.stray_note = ""
+        self.transient = TransientBuffers({})
+        self._steps_note = ""
+        self._is_told_of_change = False
+
+    def note_own_steps(self) -> None:
+        """Note that a loop counts batches that it takes from somewhere itself."""
+        if not self._steps_note and any(one.is_read_by_us for one in self._loaders.values()):
+            self._steps_note = _OWN_STEPS
+            _log.warning(_OWN_STEPS)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Note the newest metrics. A tensor is read when a save is made."""
@@ -108,6 +125,7 @@ class Saves:
             plain = natural_name(counters) if name is None else name
             if self._name_format is not None and (name is None or is_natural):
                 plain = self._name_format.name(plain, counters, numbers)
+            check_name(plain)
             request = SaveRequest(
                 name=plain,
                 reason=reason,
@@ -128,6 +146,7 @@ class Saves:
         self, folder: str, name: str, *, extra: Mapping[str, Any], wait: bool = True
     ) -> PendingSave[Checkpoint]:
         """Save the state for a look; see ``Checkpointer.save_diagnostic``."""
+        check_item_names(extra)
         request = SaveRequest(
             name=f"{folder}/{name}",
             reason="nan" if folder == "nan" else "exception",
@@ -252,5 +271,9 @@ class Saves:
 
     def _exactness_notes(self) -> tuple[str, ...]:
         notes = [note for loader in self._loaders.values() for note in loader.notes]
-        notes += [self.stray_note] if self.stray_note else []
+        changed = self.transient.note()
+        if changed and not self._is_told_of_change:
+            _log.warning(changed)
+            self._is_told_of_change = True
+        notes += [note for note in (self.stray_note, self._steps_note, changed) if note]
         return tuple(dict.fromkeys(notes))

@@ -1,7 +1,8 @@
 """SIGTERM and SIGUSR1: asked to end, soon.
 
 A handler only notes the signal and the moment; the training loop looks at it between two batches,
-when the state is whole. A handler that was installed before is still called.
+when the state is whole. A handler that was installed before is still called. When the grace period
+is over and nobody has acted, the next signal ends the process as if nobody watched.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class StopSignals:
     def __init__(self, *, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.grace_s = grace_s
         self.received: int | None = None
+        self.is_looked_at = False
+        """Whether the loop has looked for signals: if not, nobody will act on one."""
         self._clock = clock
         self._at_s = 0.0
         self._previous: dict[int, Any] = {}
@@ -50,6 +53,11 @@ class StopSignals:
         self._previous.clear()
 
     @property
+    def is_unheeded(self) -> bool:
+        """Return whether a signal has come that nobody will act on."""
+        return self.received is not None and not self.is_looked_at
+
+    @property
     def seconds_left(self) -> float:
         """Return what is left of the grace period; the whole of it before any signal."""
         if self.received is None:
@@ -59,11 +67,17 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             # A forked child has inherited this handler, and nobody there would look at the note.
-            signal.signal(number, self._previous.get(number) or signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            self._pass_on(number)
+            return
+        if self.received is not None and not self.seconds_left:
+            self._pass_on(number)
             return
         if self.received is None:
             self.received, self._at_s = number, self._clock()
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
+
+    def _pass_on(self, number: int) -> None:
+        signal.signal(number, self._previous.get(number) or signal.SIG_DFL)
+        os.kill(os.getpid(), number)

@@ -97,6 +97,12 @@ class Schedule:
         """Return whether any interval can fall between two epochs."""
         return any(not isinstance(i, Time) or i.unit is not TimeUnit.EPOCH for i in self.intervals)
 
+    @property
+    def needs_batches(self) -> bool:
+        """Return whether any interval is never due unless batches are counted."""
+        units = (TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
+        return any(isinstance(i, Time) and i.unit in units for i in self.intervals)
+
     def start(self, counters: Counters) -> None:
         """Begin from these counters, at the start of a run or after a resume."""
         self._last = dict(counters)

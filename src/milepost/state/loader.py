@@ -69,6 +69,11 @@ class ResumableLoader:
             _log.warning(note)
 
     @property
+    def is_read_by_us(self) -> bool:
+        """Return whether the position is known only if the batches are taken from here."""
+        return self.kind != "stateful"
+
+    @property
     def num_batches(self) -> int | None:
         """Return the batches of an epoch, or ``None`` if the loader cannot tell."""
         return num_batches(self.loader)
@@ -222,8 +227,10 @@ class ResumableLoader:
             # for more than there is, so that this is a point before a fetch, too.
             now = not self._is_before_fetch
             state["generators"] = self._generator_states() if now else self._fetch_generators
-        if self.kind == "stateful" and (self._was_iterated or not self._is_torchdata):
-            # Torchdata's would begin to iterate, and draw random numbers for it.
+        # Torchdata's would begin to iterate, and draw random numbers for it.
+        is_begun = self._was_iterated or getattr(self.loader, "_iterator", None) is not None
+        if self.kind == "stateful" and (is_begun or not self._is_torchdata):
+            state["is_elsewhere"] = not self._was_iterated
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
 
@@ -253,9 +260,11 @@ class ResumableLoader:
                 hint="Use the loader, data set and batch size that the run was started with, or "
                 "resume from the end of an epoch.",
             )
-        self._pending = dict(state)
         self._num_begun = state.get("num_begun", 0)
-        if self.kind == "stateful" and not self._is_torchdata and "loader" in state:
+        is_elsewhere = bool(state.get("is_elsewhere"))
+        self._pending = None if is_elsewhere else dict(state)
+        is_stored = self.kind == "stateful" and "loader" in state
+        if is_stored and (is_elsewhere or not self._is_torchdata):
             # It may be looked at, or iterated by other hands, before it is iterated here.
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 

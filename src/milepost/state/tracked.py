@@ -7,7 +7,7 @@ optimizers; then schedulers and everything else. Nothing is changed before every
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -24,12 +24,27 @@ from .report import LoadReport, restoring
 from .setup import apply_setup, capture_setup, members_of, setup_problems
 from .source import StateSource, load_item, subtree
 
-__all__ = ["RESERVED_ITEMS", "Tracked"]
+__all__ = ["RESERVED_ITEMS", "Tracked", "check_item_names"]
 
 RESERVED_ITEMS = ("rng", "gradients", "setup")
 """Items that a run adds by itself."""
 
 _NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
+
+
+def check_item_names(names: Iterable[str]) -> None:
+    """Refuse names that cannot be those of items.
+
+    Raises:
+        UsageError: Naming the first one.
+    """
+    for name in names:
+        # No hyphen: the second part of an item is called item-frozen.
+        if name in RESERVED_ITEMS or not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} cannot name a tracked object.",
+                hint="Use letters, digits and underscores, and none of rng, gradients, setup.",
+            )
 
 
 class Tracked:
@@ -62,12 +77,7 @@ class Tracked:
             DuplicateNameError: The name is taken.
             UsageError: The object cannot be tracked, or the name is not usable.
         """
-        # No hyphen: the second part of an item is called item-frozen.
-        if name in RESERVED_ITEMS or not _NAME.fullmatch(name):
-            raise UsageError(
-                f"{name!r} cannot name a tracked object.",
-                hint="Use letters, digits and underscores, and none of rng, gradients, setup.",
-            )
+        check_item_names([name])
         if name in self._parts:
             raise DuplicateNameError(
                 f"Two objects are tracked as {name!r}.",

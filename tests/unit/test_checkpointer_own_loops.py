@@ -1,0 +1,207 @@
+"""Loops that do a part of the work themselves: what is not known of them is told or refused."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import milepost as mp
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+def shuffled() -> DataLoader[int]:
+    return DataLoader(range(10), 1, shuffle=True)  # type: ignore[arg-type]
+
+
+def test_an_epoch_without_counted_batches_is_refused(tmp_path: Path) -> None:
+    """No save would ever be due, and nobody would know until the first crash."""
+    loader = shuffled()
+    with (
+        pytest.raises(mp.UsageError, match=r"run\.batches"),
+        mp.Checkpointer(tmp_path, every="2ba", loader=loader) as run,
+    ):
+        for _ in run.epochs(2):
+            for _ in loader:
+                pass
+
+
+@pytest.mark.parametrize("every", [None, "1ep", "30m"])
+def test_saves_after_epochs_need_no_batches(tmp_path: Path, every: str | None) -> None:
+    """A loop that saves after epochs only may iterate as it likes, and goes on exactly."""
+    loader = shuffled()
+    with mp.Checkpointer(tmp_path, every=every, loader=loader) as run:
+        for _ in run.epochs(2):
+            for _ in loader:
+                pass
+    latest = mp.open_run(tmp_path).latest()
+    assert latest is not None
+    assert latest.name == "ep2"
+    assert latest.manifest.notes == ()
+
+
+def test_steps_beside_a_tracked_loader_are_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the loader is cannot be seen, and the resumed loop would begin its epoch anew."""
+    loader = shuffled()
+    with mp.Checkpointer(tmp_path, every="1ba", loader=loader) as run:
+        for _ in loader:
+            run.step(num_samples=1)
+    latest = mp.open_run(tmp_path).latest()
+    assert latest is not None
+    (note,) = latest.manifest.notes
+    assert "run.batches" in note
+    assert [record.message for record in caplog.records] == [note]
+
+
+def test_a_stateful_loader_may_be_iterated_by_other_hands(tmp_path: Path) -> None:
+    """It knows its own position; torchdata's own documentation iterates it like that."""
+
+    def life(stop: int | None) -> list[int]:
+        torch.manual_seed(0)
+        loader, seen = StatefulDataLoader(range(10), 1, shuffle=True), []  # type: ignore[arg-type, var-annotated]
+        with mp.Checkpointer(tmp_path, every="1ba", loader=loader) as run:
+            for batch in loader:
+                seen.append(int(batch))
+                run.step(num_samples=1)
+                if run.timer.batch == stop:
+                    break
+        return seen
+
+    first = life(4)
+    rest = life(None)
+    assert sorted(first + rest) == list(range(10))
+    latest = mp.open_run(tmp_path).latest()
+    assert latest is not None
+    assert latest.manifest.notes == ()
+
+
+def test_something_wrapped_around_the_tracked_loader_is_named(tmp_path: Path) -> None:
+    """A progress bar belongs around the batches that come out."""
+
+    class Bar:
+        def __init__(self, inner: object) -> None:
+            self.inner = inner
+
+        def __iter__(self) -> object:
+            return iter(self.inner)  # type: ignore[call-overload]
+
+    loader = shuffled()
+    with (
+        mp.Checkpointer(tmp_path, loader=loader) as run,
+        pytest.raises(mp.UsageError, match="Bar"),
+    ):
+        next(iter(run.batches(Bar(loader))))  # type: ignore[arg-type]
+
+
+LOOP = """
+    import time, torch, milepost as mp
+    model = torch.nn.Linear(2, 2)
+    with mp.Checkpointer({folder!r}, model=model, grace_s={grace_s}) as run:
+        print("go", flush=True)
+        for number in range(2000):
+            time.sleep(0.02)
+            {body}
+"""
+
+
+def start(folder: Path, body: str, grace_s: float = 30.0) -> subprocess.Popen[str]:
+    code = textwrap.dedent(LOOP).format(folder=str(folder), body=body, grace_s=grace_s)
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "go\n"
+    return child
+
+
+def test_a_loop_that_only_saves_ends_on_sigterm(tmp_path: Path) -> None:
+    """There is no other moment at which it could."""
+    with start(tmp_path, "run.save()") as child:
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 128 + signal.SIGTERM
+    assert mp.open_run(tmp_path).latest() is not None
+
+
+def test_the_grace_period_over_the_next_signal_ends_the_process(tmp_path: Path) -> None:
+    """A loop that never comes to a save must not become immune."""
+    with start(tmp_path, "pass", grace_s=0.2) as child:
+        child.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(1)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == -signal.SIGTERM
+
+
+def test_a_second_signal_within_the_grace_period_changes_nothing(tmp_path: Path) -> None:
+    """Launchers often send two, and the first save must not be cut off by it."""
+    with start(tmp_path, "run.step(); run.wait()") as child:
+        child.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 128 + signal.SIGTERM
+    latest = mp.open_run(tmp_path).latest()
+    assert latest is not None
+    assert latest.manifest.reason == "signal"
+
+
+def test_a_loop_that_looks_at_the_signal_acts_by_itself(tmp_path: Path) -> None:
+    """It has its own way out, and a save on that way must not end it."""
+    body = "run.stop_signal and (run.save('own', wait=True), run.close(), exit(7))"
+    with start(tmp_path, body) as child:
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 7
+    assert [one.name for one in mp.open_run(tmp_path).checkpoints()] == ["own"]
+
+
+def test_a_mistyped_option_is_named(tmp_path: Path) -> None:
+    """Anything else that is given by keyword is an object to track."""
+    with pytest.raises(mp.UsageError, match="every="):
+        mp.Checkpointer(tmp_path, evry="1ep", model=nn.Linear(1, 1))
+
+
+def test_names_are_refused_when_the_save_is_asked_for(tmp_path: Path) -> None:
+    """Not in the background, where the state is gone by the time anyone hears of it."""
+    with mp.Checkpointer(tmp_path, model=nn.Linear(1, 1)) as run:
+        with pytest.raises(mp.UsageError, match="a/b"):
+            run.save("a/b")
+        with pytest.raises(mp.UsageError, match="model-x"):
+            run.save_diagnostic("nan", "ba1", extra={"model-x": 1})
+    assert mp.open_run(tmp_path).checkpoints() == []
+
+
+class Counting(nn.Module):
+    """Counts its calls where no state dict looks, beside a table that stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(1), persistent=False)
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = self.layer(x) * self.table
+        return result
+
+
+def test_buffers_that_are_not_saved_and_change_are_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They begin anew after a resume; one that stays as it was is nobody's concern."""
+    model = Counting()
+    with mp.Checkpointer(tmp_path, model=model) as run:
+        assert run.save("before").wait().manifest.notes == ()
+        model(torch.ones(1, 2))
+        (note,) = run.save("after").wait().manifest.notes
+        run.save("again")
+    assert "model: calls" in note
+    assert "table" not in note
+    assert [record.message for record in caplog.records] == [note]
