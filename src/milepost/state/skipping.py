@@ -178,7 +178,7 @@ class _SeededBatch:
 def _arrive(indices: Any, number: int, seed: bytes) -> Any:
     """Seed the generators of this worker for one batch, and return its indices."""
     digest = hashlib.blake2b(number.to_bytes(8, "little"), key=seed, digest_size=32).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little"))
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     random.seed(digest[8:16])
     np.random.seed(np.frombuffer(digest[16:], dtype="<u4"))
     return indices
