@@ -32,7 +32,8 @@ from .errors import (
 from .exit_check import unwatch, watch
 from .format.layout import HIDDEN
 from .format.manifest import Manifest
-from .runs.keep import KeepPolicy
+from .runs.keep import KeepPolicy, may_give_up
+from .runs.manifests import ManifestCache
 from .runs.prune import decide, delete_checkpoint, prune, sweep
 from .runs.publish import point_latest
 from .runs.scan import Found, RunView, State, scan
@@ -109,6 +110,7 @@ class RunWriter:
         self.protected: set[str] = set()
         self._saver: Saver[Checkpoint] | None = None
         self._unsettled: list[PendingSave[Checkpoint]] = []
+        self._manifests = ManifestCache()
         self._num_failed = 0
 
     @property
@@ -146,7 +148,8 @@ class RunWriter:
             run_id=None if view is None else view.run.run_id,
         )
         session = open_session(self.store, record)
-        view = scan(self.store)
+        self._manifests = ManifestCache()  # what to go on from is chosen by what is there now
+        view = scan(self.store, self._manifests)
         found = self._restore(view, restore, origin)
         came_from = None
         if found is not None and found.manifest is not None:
@@ -164,7 +167,7 @@ class RunWriter:
             on_commit=self._after_commit,
         )
         if self.options.save_format == "torch":
-            newest = scan(self.store).latest()
+            newest = scan(self.store, self._manifests).latest()
             if newest is not None and newest.manifest is not None:
                 self._visible.show_missing(newest.manifest)
         watch(self._unsettled, is_fatal=self.options.on_save_error == "raise")
@@ -406,7 +409,7 @@ class RunWriter:
 
     def _sweep(self, session: Session) -> None:
         try:
-            removed = sweep(self.store, session)
+            removed = sweep(self.store, session, cache=self._manifests)
         except FencedError:
             raise
         except CheckpointError as error:
@@ -418,6 +421,7 @@ class RunWriter:
     def _after_commit(self, manifest: Manifest) -> Checkpoint:
         """Show the new checkpoint to people and apply retention. Runs in the background thread."""
         checkpoint = Checkpoint(self.store, manifest.name, state=State.COMMITTED)
+        self._manifests.forget(manifest.name)
         if "/" in manifest.name:
             self._prune_diagnostics(manifest.name.partition("/")[0])
             return checkpoint
@@ -427,19 +431,18 @@ class RunWriter:
             problem = point_latest(self.store, manifest.name)
             if problem is not None:
                 _log.info("The pointer to the newest checkpoint was not updated: %s", problem)
-        if self.options.keep:
+        if may_give_up(self.options.keep):
             self._prune()
         return checkpoint
 
     def _prune(self) -> None:
         try:
-            decisions = decide(
-                scan(self.store), self.options.keep, protect=frozenset(self.protected)
-            )
+            view = scan(self.store, self._manifests)
+            decisions = decide(view, self.options.keep, protect=frozenset(self.protected))
             if self.options.save_format == "torch":
                 # Before the checkpoints go: a stop in between leaves no name without a checkpoint.
                 self._visible.hide(one.name for one in decisions if not one.keep)
-            report = prune(self.store, decisions, session=self.session)
+            report = prune(self.store, decisions, session=self.session, view=view)
         except FencedError:
             raise
         except CheckpointError as error:
@@ -457,7 +460,8 @@ class RunWriter:
     def _prune_diagnostics(self, folder: str) -> None:
         """Keep the newest few diagnostic checkpoints of a kind; a crash loop must end somewhere."""
         try:
-            found = [f for f in scan(self.store).found if f.name.startswith(f"{folder}/")]
+            view = scan(self.store, self._manifests)
+            found = [f for f in view.found if f.name.startswith(f"{folder}/")]
             whole = [f for f in found if f.state is State.DIAGNOSTIC and not f.is_pinned]
             for old in whole[:-KEPT_DIAGNOSTICS]:
                 delete_checkpoint(self.store, old.name)

@@ -7,6 +7,7 @@ checkpoint cuts the list behind it, retention takes names out by its own count.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from milepost.runs import (
     unpin,
     verify,
 )
+from milepost.runs.manifests import ManifestCache
 from milepost.stores import MemoryStore, Store
 from milepost.testing import Crash, Fault, FaultStore, save_files
 
@@ -42,9 +44,12 @@ CALLS = st.integers(1, 30)
 class RunMachine(RuleBasedStateMachine):
     """One job at a time, many lives."""
 
-    @initialize()
-    def begin(self):
+    @initialize(is_local=st.booleans())
+    def begin(self, is_local):
         self.store = MemoryStore()
+        # A look asks for folders where that is cheap, and lists the whole run elsewhere.
+        self.store.traits = replace(self.store.traits, is_local=is_local)
+        self.remembered = ManifestCache()
         self.line: list[str] = []
         self.pins: set[str] = set()
         self.pid = 0
@@ -166,6 +171,7 @@ class RunMachine(RuleBasedStateMachine):
     @invariant()
     def the_lineage_is_what_was_acknowledged(self):
         view = scan(self.store)
+        assert scan(self.store, self.remembered) == view
         assert [found.name for found in view.lineage()] == self.line
         latest = view.latest()
         assert (latest.name if latest else None) == (self.line[-1] if self.line else None)

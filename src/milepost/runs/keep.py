@@ -23,6 +23,7 @@ __all__ = [
     "KeepWithin",
     "Record",
     "keep_any",
+    "may_give_up",
 ]
 
 _COUNTERS: Mapping[TimeUnit, str] = {
@@ -217,6 +218,11 @@ def keep_any(policies: Sequence[KeepPolicy], records: Sequence[Record]) -> dict[
         for name, reason in policy.keep(records).items():
             reasons.setdefault(name, []).append(reason)
     return {name: "; ".join(texts) for name, texts in reasons.items()}
+
+
+def may_give_up(policies: Sequence[KeepPolicy]) -> bool:
+    """Return whether there can be a checkpoint that no policy keeps: if not, none is looked for."""
+    return bool(policies) and not any(isinstance(policy, KeepAll) for policy in policies)
 
 
 def _check_count(policy: str, count: object) -> None:

@@ -16,6 +16,13 @@ What is never deleted: the newest checkpoint on the lineage, pinned ones, those 
 protects, orphaned and diagnostic ones, and anything that Milepost did not make: a file of someone
 else's in the folder stays, and the folder with it, which then is no checkpoint. Before the first
 deletion the newest checkpoint is looked at; if it is not whole, the newest whole one stays too.
+
+What a decision was made from may be out of date when it is carried out, by a moment or by an hour.
+So with each deletion it is asked again, of the store and not of the view, whether a newer session
+owns the run (once, before the first), whether the checkpoint is pinned by now, and whether the
+commit in the folder is still that of the attempt that was meant. A session that made the decision
+from its own look, as it does after each save, needs no second look at the whole run: the newest
+checkpoint can only have changed by its own doing, or by that of a newer session.
 """
 
 from __future__ import annotations
@@ -36,6 +43,7 @@ from .erase import TEMPORARY_MAX_AGE_S, condemn, erase, read_write_id
 from .folders import check_folder, file_key
 from .identity import Identity
 from .keep import KeepPolicy, Record, keep_any
+from .manifests import ManifestCache
 from .pins import is_pinned
 from .publish import give_up
 from .scan import Found, RunView, State, scan
@@ -139,7 +147,11 @@ def decide(
 
 
 def prune(
-    store: Store, decisions: Sequence[Decision], *, session: Session | None = None
+    store: Store,
+    decisions: Sequence[Decision],
+    *,
+    session: Session | None = None,
+    view: RunView | None = None,
 ) -> PruneReport:
     """Delete what was given up, after looking again that it may go.
 
@@ -149,6 +161,8 @@ def prune(
         store: The run's store.
         decisions: From :func:`decide`.
         session: The session that deletes, if it is one; a fenced one must not.
+        view: What the decisions were made from, if the session itself looked just now: it is not
+            looked at the run again then. By default it is.
 
     Raises:
         FencedError: A newer session owns the run. Nothing was deleted.
@@ -158,7 +172,7 @@ def prune(
         return PruneReport()
     if session is not None:
         check_not_fenced(store, session)
-    view = scan(store)
+    view = view or scan(store)
     spared = _must_stay(store, view) if victims else {}
     deleted: list[str] = []
     errors: dict[str, CheckpointError] = {}
@@ -224,6 +238,7 @@ def sweep(
     *,
     own_attempts: Collection[str] = (),
     identity: Identity | None = None,
+    cache: ManifestCache | None = None,
 ) -> list[str]:
     """Finish deletions and remove attempts that nobody will finish.
 
@@ -236,6 +251,7 @@ def sweep(
         session: The session that sweeps.
         own_attempts: Folders that this session is writing into now.
         identity: Who sweeps; the calling process by default.
+        cache: What the caller remembers of the run.
 
     Returns:
         The folders and temporary files that are gone.
@@ -245,7 +261,7 @@ def sweep(
         CheckpointError: The first of the deletions that failed; the others were tried.
     """
     check_not_fenced(store, session)
-    view = scan(store)
+    view = scan(store, cache)
     errors: list[CheckpointError] = []
     removed: list[str] = []
     for found in view.found:

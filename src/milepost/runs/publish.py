@@ -55,7 +55,7 @@ from ..format.manifest import FORMAT_VERSION, Manifest
 from ..stores.base import Store
 from .erase import condemn, erase, read_write_id
 from .folders import candidates, check_folder, file_key
-from .scan import read_manifest
+from .manifests import read_manifest
 from .sessions import Session, check_not_fenced, read_run
 
 __all__ = ["Claim", "abandon", "claim", "point_latest", "publish"]

@@ -1,7 +1,18 @@
 """What is in a run: every checkpoint with its state, and which of them count.
 
-Everything is derived from the store each time; nothing is remembered. Costs three small requests
-per checkpoint, and never reads a part.
+What counts is derived each time from what the store shows then; only the text of commits may be
+remembered by the caller, see ``runs/manifests.py``. No part is ever read.
+
+On a file system a look costs two or three small calls per folder, whatever else is in it: the
+folders of others may hold millions of files, or refuse to be listed. On other stores it costs one
+listing of the run, and a few small requests for each folder that shows no commit, or a mark of
+deletion. Beyond that every commit is read that is not remembered.
+
+The listing is not taken at one moment. It shows every commit that was there when it began, and that
+is all the session rule needs. Where it shows a commit without a mark of deletion, the checkpoint
+was there at some time during the look. Everything else that it shows may be half of a step, such as
+a rename that is a copy and a deletion: those folders are looked at on their own, in the order in
+which records come and go.
 """
 
 from __future__ import annotations
@@ -32,14 +43,14 @@ from ..format.layout import (
     session_key,
 )
 from ..format.manifest import Manifest
-from ..stores.base import Store
-from .folders import NOT_CHECKPOINTS, file_key
+from ..stores.base import Entry, Store
+from .folders import NOT_CHECKPOINTS, file_key, is_diagnostic
+from .manifests import ManifestCache, read_manifest
 from .pins import list_pins
 from .sessions import RunRecord, Session, list_sessions, read_run
 
 __all__ = ["Found", "RunView", "State", "number_of", "read_manifest", "scan"]
 
-_MAX_MANIFEST_BYTES = 32 * 1024 * 1024
 _MAX_RECORD_BYTES = 1024 * 1024
 _LOOKS = 8
 
@@ -171,18 +182,23 @@ def number_of(value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def scan(store: Store) -> RunView:
+def scan(store: Store, cache: ManifestCache | None = None) -> RunView:
     """Look at a run.
 
     Folders that Milepost did not make are left out. Checkpoint folders without a ``run.json``
     beside them (copied by hand) make a run too.
 
+    Args:
+        store: The run's store.
+        cache: What the caller remembers of it from earlier looks; by default nothing.
+
     Raises:
         MissingError: There is no run and no checkpoint.
         DamagedError: The record that says which commits count is missing or cannot be read.
     """
+    cache = cache or ManifestCache()
     for _ in range(_LOOKS):
-        view, unknown = _look_once(store)
+        view, unknown = _look_once(store, cache)
         if not unknown:
             return view
         # A session that settled and published while we looked is as yet unknown to us. One that
@@ -197,13 +213,15 @@ def scan(store: Store) -> RunView:
     )
 
 
-def _look_once(store: Store) -> tuple[RunView, set[int]]:
+def _look_once(store: Store, cache: ManifestCache) -> tuple[RunView, set[int]]:
     """Return a run, and the sessions that published and of which it is not known from where."""
     # The order matters for a session that looks for what to go on from: see runs/sessions.py.
     sessions = tuple(list_sessions(store))
     pins = list_pins(store)
-    looked = [_look(store, name, pins) for name in _folders(store)]
+    places = _survey(store)
+    looked = [_look(store, name, pins, cache, listed) for name, listed in places.items()]
     found = [one for one in looked if one is not None]
+    cache.forget_others(places.keys())
     try:
         run = read_run(store)
     except MissingError:
@@ -219,17 +237,25 @@ def _look_once(store: Store) -> tuple[RunView, set[int]]:
     return view, published - settled if sessions else set()
 
 
-def read_manifest(store: Store, name: str) -> Manifest:
-    """Return the commit of one checkpoint; ``""`` is the folder that the store stands in.
+def _survey(store: Store) -> dict[str, Entry | None]:
+    """Return the folders to look at, with their commit where a listing has shown that it counts."""
+    if store.traits.is_local:
+        return dict.fromkeys(_folders(store))
+    shown: dict[str, dict[str, Entry]] = {}
+    for entry in store.list():
+        folder, _, file = entry.key.rpartition("/")
+        if file in (MANIFEST, DELETED, ATTEMPT) and _may_hold(folder):
+            shown.setdefault(folder, {})[file] = entry
+    return {
+        folder: None if DELETED in files else files.get(MANIFEST) for folder, files in shown.items()
+    }
 
-    Raises:
-        MissingError: There is none.
-        DamagedError: It is torn or altered.
-        NewerFormatError: A newer Milepost wrote it.
-    """
-    key = file_key(name, MANIFEST)
-    data = store.get(key, max_bytes=_MAX_MANIFEST_BYTES)
-    return Manifest.from_bytes(data, where=f"{store.url}/{key}")
+
+def _may_hold(folder: str) -> bool:
+    """Return whether a folder may be that of a checkpoint, by its path."""
+    if is_diagnostic(folder):
+        return _may_name(folder.partition("/")[2])
+    return folder not in NOT_CHECKPOINTS and _may_name(folder)
 
 
 def _folders(store: Store) -> list[str]:
@@ -250,12 +276,14 @@ def _may_name(name: str) -> bool:
     return True
 
 
-def _look(store: Store, name: str, pins: Mapping[str, str]) -> Found | None:
+def _look(
+    store: Store, name: str, pins: Mapping[str, str], cache: ManifestCache, listed: Entry | None
+) -> Found | None:
     """Return what a folder is, or ``None`` if it is not ours or is gone."""
     is_pinned = name in pins
     try:
-        modified_s = store.head(file_key(name, MANIFEST)).modified_s
-        manifest = read_manifest(store, name)
+        entry = listed or store.head(file_key(name, MANIFEST))
+        manifest = cache.read(store, name, entry)
     except MissingError:
         return _look_uncommitted(store, name, is_pinned)
     except (FormatError, StorageError) as error:
@@ -263,7 +291,7 @@ def _look(store: Store, name: str, pins: Mapping[str, str]) -> Found | None:
         claim = _read_claim(store, name)
         return Found(name, State.DAMAGED, None, error, is_pinned, size_bytes, modified_s, *claim)
     state = State.COMMITTED
-    if _is_there(store, file_key(name, DELETED)):
+    if listed is None and _is_there(store, file_key(name, DELETED)):
         state = State.DELETING
     return Found(
         name,
@@ -272,7 +300,7 @@ def _look(store: Store, name: str, pins: Mapping[str, str]) -> Found | None:
         None,
         is_pinned,
         manifest.size_bytes,
-        modified_s,
+        entry.modified_s,
         manifest.session,
         manifest.attempt,
         manifest.write_id,

@@ -23,7 +23,8 @@ from ..format.manifest import FileEntry, Manifest
 from ..stores.base import Reader, Store
 from ..stores.pages import page_memory
 from .folders import file_key, is_diagnostic
-from .scan import Found, RunView, State, read_manifest
+from .manifests import read_manifest
+from .scan import Found, RunView, State
 
 __all__ = ["Level", "Problem", "VerifyReport", "newest_good", "verify"]
 

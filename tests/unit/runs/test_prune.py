@@ -10,6 +10,7 @@ from milepost.errors import FencedError, IncompleteError, StorageError, UsageErr
 from milepost.runs import (
     Decision,
     Identity,
+    KeepAll,
     KeepBest,
     KeepLast,
     abandon,
@@ -22,6 +23,7 @@ from milepost.runs import (
     sweep,
     unpin,
 )
+from milepost.runs.keep import may_give_up
 from milepost.stores import LocalStore
 from milepost.testing import Fault, FaultStore
 
@@ -115,6 +117,51 @@ def test_victims_are_looked_at_again(store, begin, filled):
     assert report.deleted == ("ep1",)
     assert set(report.errors) == {"ep2", "ep3"}
     assert names(store) == ["ep2", "ep3"]
+
+
+def test_a_look_of_the_session_itself_is_not_repeated(store, filled):
+    """Retention after a save costs one look at the run, and asks for each victim all the same."""
+    pin(store, "ep1")
+    view = scan(store)
+    decisions = decide(view, [KeepLast(2)])
+    store.put("ep2/manifest.json", store.get("ep1/manifest.json"))
+    unpin(store, "ep1")
+    pin(store, "ep3")
+    counting = FaultStore(store)
+    report = prune(counting, decisions, session=filled, view=view)
+    assert report.deleted == ()
+    assert set(report.errors) == {"ep3"}
+    assert counting.operations.count("list sessions") == 1
+    assert "folders " not in counting.operations
+    assert "list " not in counting.operations
+    assert names(store)[-3:] == ["ep3", "ep4", "ep5"]
+
+
+def test_a_fenced_session_deletes_nothing_by_its_own_look(store, begin, filled):
+    """It looked before the new session began, and decided, and was stopped for an hour."""
+    view = scan(store)
+    decisions = decide(view, [KeepLast(1)])
+    begin(store, origin="ep2")
+    counting = FaultStore(store)
+    with pytest.raises(FencedError):
+        prune(counting, decisions, session=filled, view=view)
+    assert {operation.split()[0] for operation in counting.operations} == {"list", "get"}
+
+
+@pytest.mark.parametrize(
+    ("policies", "expected"),
+    [
+        ([], False),
+        ([KeepAll()], False),
+        ([KeepLast(1), KeepAll()], False),
+        ([KeepLast(1)], True),
+        ([KeepBest(1, "loss"), KeepLast(1)], True),
+    ],
+)
+def test_what_keeps_everything_gives_nothing_up(store, filled, policies, expected):
+    """Then nobody has to look at the run, and the decisions would say the same."""
+    assert may_give_up(policies) is expected
+    assert any(not decision.keep for decision in decide(scan(store), policies)) is expected
 
 
 def test_a_wrong_decision_cannot_delete_the_newest(store, filled):

@@ -1,0 +1,96 @@
+"""Reading commits, and remembering what was read.
+
+A manifest is created exclusively and never changed, so that a process which looks at its run after
+every save need not read all of them every time. What was read is remembered together with the
+entry that the store had shown for it *before*: what is remembered is that commit or a newer one,
+never an older. It is given out as long as the store shows the very same entry, and read anew
+otherwise: another writer may have deleted the checkpoint and made one of the same name.
+
+What an entry cannot tell, two commits of one size, under one name and within one tick of the
+store's clock, does no harm:
+
+- Those of the process itself are forgotten as it commits, see :meth:`ManifestCache.forget`.
+- Another writer that counts belongs to a newer session, and then this one must delete nothing.
+- Deletion reads the commit again and goes by its write id, see ``runs/erase.py``; so does
+  verification, before the newest checkpoint is taken for whole.
+
+Nothing is remembered beyond the process, and what a session goes on from is chosen from commits
+that were all read after it was opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import final
+
+from ..format.layout import MANIFEST
+from ..format.manifest import Manifest
+from ..stores.base import Entry, Store
+from .folders import file_key
+
+__all__ = ["ManifestCache", "read_manifest"]
+
+_MAX_MANIFEST_BYTES = 32 * 1024 * 1024
+_MAX_REMEMBERED_BYTES = 32 * 1024 * 1024
+
+
+def read_manifest(store: Store, name: str) -> Manifest:
+    """Return the commit of one checkpoint; ``""`` is the folder that the store stands in.
+
+    Raises:
+        MissingError: There is none.
+        DamagedError: It is torn or altered.
+        NewerFormatError: A newer Milepost wrote it.
+    """
+    key = file_key(name, MANIFEST)
+    data = store.get(key, max_bytes=_MAX_MANIFEST_BYTES)
+    return Manifest.from_bytes(data, where=f"{store.url}/{key}")
+
+
+@final
+class ManifestCache:
+    """The commits of one run that one process has read. For one thread at a time.
+
+    Args:
+        max_bytes: How many bytes of manifests, as they are stored, are remembered at most; those
+            beyond are read every time.
+    """
+
+    def __init__(self, max_bytes: int = _MAX_REMEMBERED_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._size_bytes = 0
+        self._known: dict[str, tuple[Entry, Manifest]] = {}
+
+    def read(self, store: Store, name: str, entry: Entry) -> Manifest:
+        """Return the commit of a checkpoint, from the store if it is not the one remembered.
+
+        Args:
+            store: The run's store, always the same.
+            name: The checkpoint's folder.
+            entry: What the store has just shown for its manifest.
+
+        Raises:
+            MissingError: There is none any more.
+            DamagedError: It is torn or altered.
+            NewerFormatError: A newer Milepost wrote it.
+        """
+        known = self._known.get(name)
+        if known is not None and known[0] == entry:
+            return known[1]
+        self.forget(name)
+        manifest = read_manifest(store, name)
+        if self._size_bytes + entry.size_bytes <= self._max_bytes:
+            self._known[name] = (entry, manifest)
+            self._size_bytes += entry.size_bytes
+        return manifest
+
+    def forget(self, name: str) -> None:
+        """Read the commit of a checkpoint anew the next time. Call it after committing one."""
+        known = self._known.pop(name, None)
+        if known is not None:
+            self._size_bytes -= known[0].size_bytes
+
+    def forget_others(self, names: Collection[str]) -> None:
+        """Forget every checkpoint but those of these names."""
+        for name in self._known.keys() - names:
+            self.forget(name)
