@@ -65,6 +65,18 @@ def test_the_calls_of_a_save_do_not_grow_with_the_run(keep, save_format):
     assert counts[21:] == [counts[21]] * 3  # some delete one each time by now
 
 
+def test_a_save_that_deletes_looks_at_the_run_once():
+    """For the decision; what may have changed since is asked of the store for each victim."""
+    store = FaultStore(MemoryStore())
+    writer = new_writer(store, KeepLast(1))
+    for name in ("ba1", "ba2"):
+        store.operations.clear()
+        save(writer, name)
+    writer.close()
+    assert "rename ba1/manifest.json ba1/deleted.json" in store.operations
+    assert store.operations.count("list ") == 1
+
+
 def test_a_save_on_disk_reads_no_more_in_a_long_run(tmp_path):
     """The folders of the others are looked at, twice each, and nothing in them is opened."""
     store = FaultStore(LocalStore(tmp_path / "run"))

@@ -21,6 +21,7 @@ that were all read after it was opened.
 from __future__ import annotations
 
 from collections.abc import Collection
+from threading import Lock
 from typing import final
 
 from ..format.layout import MANIFEST
@@ -49,7 +50,7 @@ def read_manifest(store: Store, name: str) -> Manifest:
 
 @final
 class ManifestCache:
-    """The commits of one run that one process has read. For one thread at a time.
+    """The commits of one run that one process has read. Several threads may use it.
 
     Args:
         max_bytes: How many bytes of manifests, as they are stored, are remembered at most; those
@@ -59,6 +60,7 @@ class ManifestCache:
     def __init__(self, max_bytes: int = _MAX_REMEMBERED_BYTES) -> None:
         self._max_bytes = max_bytes
         self._size_bytes = 0
+        self._lock = Lock()
         self._known: dict[str, tuple[Entry, Manifest]] = {}
 
     def read(self, store: Store, name: str, entry: Entry) -> Manifest:
@@ -79,18 +81,23 @@ class ManifestCache:
             return known[1]
         self.forget(name)
         manifest = read_manifest(store, name)
-        if self._size_bytes + entry.size_bytes <= self._max_bytes:
-            self._known[name] = (entry, manifest)
-            self._size_bytes += entry.size_bytes
+        with self._lock:
+            is_room = self._size_bytes + entry.size_bytes <= self._max_bytes
+            if is_room and name not in self._known:
+                self._known[name] = (entry, manifest)
+                self._size_bytes += entry.size_bytes
         return manifest
 
     def forget(self, name: str) -> None:
         """Read the commit of a checkpoint anew the next time. Call it after committing one."""
-        known = self._known.pop(name, None)
-        if known is not None:
-            self._size_bytes -= known[0].size_bytes
+        with self._lock:
+            known = self._known.pop(name, None)
+            if known is not None:
+                self._size_bytes -= known[0].size_bytes
 
     def forget_others(self, names: Collection[str]) -> None:
         """Forget every checkpoint but those of these names."""
-        for name in self._known.keys() - names:
+        with self._lock:
+            others = self._known.keys() - names
+        for name in others:
             self.forget(name)
