@@ -148,3 +148,13 @@ def test_two_entries_of_one_clean_name_are_refused(tmp_path: Path) -> None:
     ):
         run.save("first", wait=True)
     assert mp.open_run(tmp_path).checkpoints() == []
+
+
+def test_a_lost_session_record_does_not_stop_the_next_start(tmp_path: Path) -> None:
+    """Its number is taken by the record that is left; nothing was published that could count."""
+    mp.Checkpointer(tmp_path, model=nn.Linear(2, 2)).open().close()
+    (tmp_path / "sessions/00000001.json").unlink()
+    with mp.Checkpointer(tmp_path, model=nn.Linear(2, 2)) as run:
+        run.step(num_samples=1)
+        assert run.save(wait=True).wait().manifest.session == 2
+    assert mp.open_run(tmp_path).latest().name == "ba1"

@@ -26,6 +26,9 @@ What is on disk if we stop after each step:
     claim of a folder          an incomplete folder                 sweeps it, takes the name
     manifest, not yet acked    the checkpoint                       goes on from it
 
+Each of the two records alone shows that a number was taken: where ``sessions/N.json`` was lost, N
+is not given out again while ``sessions/N.from.json`` is there, and fences older sessions as before.
+
 ``tests/stateful`` explores every interleaving of a small model of these rules.
 """
 
@@ -254,12 +257,19 @@ def record_origin(store: Store, session: Session, origin: Origin | None) -> Sess
         "attempt": origin.attempt if origin else None,
     }
     settled = replace(session, origin=origin, is_settled=True)
+    key = from_key(session.number)
     try:
-        store.put_new(from_key(session.number), dump_record(fields))
-    except ExistsError:
+        store.put_new(key, dump_record(fields))
+    except ExistsError as error:
         # Our own record after an answer that was lost is as good as a fresh one.
         if _read_origin(store, session.number) != origin:
-            raise
+            raise ExistsError(
+                f"{key} at {store.url} says already what session {session.number} went on from.",
+                safe="It was not touched, and nothing was saved.",
+                hint="Start again: that opens a session with a number of its own.",
+                path=key,
+                session=session.number,
+            ) from error
     return settled
 
 
@@ -268,13 +278,7 @@ def list_sessions(store: Store) -> list[Session]:
 
     A session whose record cannot be read keeps its number, so that it still fences older ones.
     """
-    numbers, settled = set(), set()
-    for entry in store.list(SESSIONS):
-        number = session_number(entry.key)
-        if number is not None:
-            numbers.add(number)
-        elif match := _FROM.fullmatch(entry.key.rpartition("/")[2]):
-            settled.add(int(match[1]))
+    numbers, settled = _listed(store)
     return [_read_session(store, number, number in settled) for number in sorted(numbers)]
 
 
@@ -314,9 +318,26 @@ def check_not_fenced(store: Store, session: Session) -> None:
     )
 
 
-def _numbers(store: Store) -> list[int]:
-    numbers = (session_number(entry.key) for entry in store.list(SESSIONS))
-    return [number for number in numbers if number is not None]
+def _numbers(store: Store) -> set[int]:
+    """Return every number that was taken.
+
+    The second record is only ever made after the first, so it alone shows it too: a number that
+    was given out twice would let two writers believe that they own the run.
+    """
+    numbers, settled = _listed(store)
+    return numbers | settled
+
+
+def _listed(store: Store) -> tuple[set[int], set[int]]:
+    """Return the numbers of the records of sessions, and of those of what they went on from."""
+    numbers, settled = set(), set()
+    for entry in store.list(SESSIONS):
+        number = session_number(entry.key)
+        if number is not None:
+            numbers.add(number)
+        elif match := _FROM.fullmatch(entry.key.rpartition("/")[2]):
+            settled.add(int(match[1]))
+    return numbers, settled
 
 
 def _run_record(fields: Mapping[str, Any], *, where: str) -> RunRecord:
@@ -355,7 +376,7 @@ def _read_session(store: Store, number: int, is_settled: bool) -> Session:  # no
             str(fields.get("process_start", "")),
             machine_id=str(fields.get("machine_id", "")),
         )
-    except (FormatError, StorageError) as error:
+    except (MissingError, FormatError, StorageError) as error:
         session = replace(session, problem=str(error))
     except (KeyError, TypeError, ValueError) as error:
         session = replace(session, problem=f"{key} is not the record of a session: {error}.")
@@ -363,7 +384,7 @@ def _read_session(store: Store, number: int, is_settled: bool) -> Session:  # no
         return session
     try:
         return replace(session, origin=_read_origin(store, number), is_settled=True)
-    except (FormatError, StorageError) as error:
+    except (MissingError, FormatError, StorageError) as error:
         return replace(session, problem=str(error))
 
 

@@ -129,6 +129,34 @@ def test_an_unreadable_session_still_fences(store, data):
     assert open_session(store, run, identity=ME).number == 3
 
 
+def test_a_number_is_taken_while_either_record_is_there(store):
+    """Whoever deleted the first one must not make two sessions share a number."""
+    run = ensure_run(store)
+    record_origin(store, open_session(store, run, identity=ME), None)
+    store.delete("sessions/00000001.json")
+    session = open_session(store, run, identity=ME)
+    assert session.number == 2
+    assert record_origin(store, session, None).is_settled
+
+
+def test_a_session_whose_first_record_was_lost_still_fences(store):
+    """It settled, so it may have published after the older one looked."""
+    run = ensure_run(store)
+    old = record_origin(store, open_session(store, run, identity=ME), None)
+    record_origin(store, open_session(store, run, identity=ME), None)
+    store.delete("sessions/00000002.json")
+    with pytest.raises(FencedError):
+        check_not_fenced(store, old)
+
+
+def test_an_origin_that_differs_says_what_to_do(store):
+    """A bare "file exists" names neither the session nor a way out."""
+    session = open_session(store, ensure_run(store), identity=ME)
+    record_origin(store, session, None)
+    with pytest.raises(ExistsError, match=r"session 1 went on from.*Start again"):
+        record_origin(store, session, Origin("ep2", 0, 5))
+
+
 def test_fencing_names_the_new_owner(store):
     """The operator has to find the other process."""
     run = ensure_run(store)
