@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 import string
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from .errors import UsageError
 from .format.layout import safe_name
+from .progress.timer import Timer
 
 __all__ = ["NameFormat", "as_number", "natural_name"]
 
 _log = logging.getLogger("milepost")
+
+_PROGRESS: Mapping[str, Any] = {"name": "ba0", **Timer().snapshot()}
+"""What is known of every checkpoint, with a value of the kind that each has."""
+
+_MAX_BITS = 1023
 
 
 class NameFormat:
@@ -26,29 +33,54 @@ class NameFormat:
             ends in a digest that keeps it apart from others.
 
     Raises:
-        UsageError: A malformed pattern.
+        UsageError: A malformed pattern, or a field that no checkpoint could fill.
     """
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         try:
-            self._parts = [
-                (literal, None if name is None else _field(name, spec, conversion))
-                for literal, name, spec, conversion in string.Formatter().parse(pattern)
-            ]
-        except ValueError as error:
+            parsed = list(string.Formatter().parse(pattern))
+        except (ValueError, TypeError) as error:
             raise UsageError(f"save_name_format={pattern!r} is malformed: {error}.") from error
-        fields = [field for _, field in self._parts if field is not None]
-        if any(not field or field.isdecimal() for field in fields):
-            raise UsageError(
-                f"save_name_format={pattern!r} has a field without a name.",
-                hint='Use fields such as "{name}" or "ep{epoch}-ba{batch}".',
-            )
-        if not fields:
-            raise UsageError(
-                f"save_name_format={pattern!r} gives every checkpoint the same name.",
-                hint='Use fields such as "{name}" or "ep{epoch}-ba{batch}".',
-            )
+        self._parts = [
+            (literal, None if name is None else _field(name, spec, conversion))
+            for literal, name, spec, conversion in parsed
+        ]
+        names = [name for _, name, _, _ in parsed if name is not None]
+        if any(not name or name.isdecimal() for name in names):
+            raise self._refusal("has a field without a name")
+        if not names:
+            raise self._refusal("gives every checkpoint the same name")
+        for _, name, spec, conversion in parsed:
+            if name in _PROGRESS and conversion:
+                raise self._refusal(f"converts {name} with !{conversion}, which is not done")
+            if spec and "{" in spec:
+                raise self._refusal(f"has a field within the format of {name}")
+        for field in self._fields:
+            # The name of a metric may hold colons; behind a counter's they begin its format.
+            if _match(field, _PROGRESS) is not None:
+                self._written(field, _PROGRESS)
+
+    def check_metrics(self, metrics: Collection[str]) -> None:
+        """Refuse fields that are neither of the progress nor among these metrics.
+
+        Args:
+            metrics: Every metric that the checkpoints can have.
+
+        Raises:
+            UsageError: Naming the field and what there is.
+        """
+        known = [*_PROGRESS, *metrics]
+        for field in self._fields:
+            if _match(field, known) is None:
+                meant = get_close_matches(field.partition(":")[0], known, n=1)
+                raise UsageError(
+                    f"save_name_format={self.pattern!r} names {field!r}, which no checkpoint "
+                    "of this training has.",
+                    hint=(f"Was {{{meant[0]}}} meant? " if meant else "")
+                    + f"The fields are: {', '.join(known)}.",
+                    field=field,
+                )
 
     def name(self, plain: str, counters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
         """Return the name of a checkpoint; a metric that was not logged is written as ``nan``."""
@@ -60,17 +92,33 @@ class NameFormat:
 
     def _written(self, field: str, values: Mapping[str, Any]) -> str:
         """Return the text in the place of one field."""
-        known = [name for name in values if field == name or field.startswith(f"{name}:")]
-        if not known:
+        name = _match(field, values)
+        if name is None:
             _log.warning("save_name_format names %r, which was not logged.", field)
             return "nan"
-        name = max(known, key=len)
         try:
             return format(values[name], field[len(name) + 1 :])
         except (ValueError, TypeError) as error:
             raise UsageError(
                 f"save_name_format={self.pattern!r} does not fit its values: {error}."
             ) from error
+
+    @property
+    def _fields(self) -> list[str]:
+        return [field for _, field in self._parts if field is not None]
+
+    def _refusal(self, why: str) -> UsageError:
+        return UsageError(
+            f"save_name_format={self.pattern!r} {why}.",
+            hint='Use fields such as "{name}", "ep{epoch}-ba{batch}" or "{loss:.3f}". '
+            f"Besides metrics there are: {', '.join(_PROGRESS)}.",
+        )
+
+
+def _match(field: str, names: Collection[str]) -> str | None:
+    """Return the name that a field begins with, the longest one, or ``None``."""
+    found = [name for name in names if field == name or field.startswith(f"{name}:")]
+    return max(found, key=len, default=None)
 
 
 def _field(name: str, spec: str | None, conversion: str | None) -> str:
@@ -93,8 +141,10 @@ def as_number(name: str, value: Any) -> int | float | bool:
         value: A number, or a tensor or array of one element.
 
     Raises:
-        UsageError: Several elements, or no number at all.
+        UsageError: Several elements, no number at all, or one that no float comes close to.
     """
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise UsageError(f"The metric {name!r} is larger than any float.", name=name)
     if isinstance(value, bool | int | float):
         return value
     size = getattr(value, "numel", None)

@@ -181,11 +181,23 @@ def test_h28_an_over_long_name_is_shortened_and_stays_apart(tmp_path):
     assert all(len(name) <= 128 for name in names)
 
 
-@pytest.mark.parametrize("pattern", ["plain", "{batch", "{}", "{0}"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["plain", "{batch", "{}", "{0}", "{:d}", "{0:d}", "{!r}", "{epoch!r}", "{batch:zz}",
+     "{name:d}", "{batch:{loss}}", 5],
+)  # fmt: skip
 def test_h28_a_pattern_that_cannot_work_is_refused_at_the_start(tmp_path, pattern):
     """Not at the first save, hours later."""
     with pytest.raises(mp.UsageError):
         mp.Checkpointer(tmp_path, save_name_format=pattern, box=Box())
+
+
+def test_a_metric_that_no_float_comes_close_to_is_refused(tmp_path):
+    """Comparing it with others would end in an error after the commit."""
+    with mp.Checkpointer(tmp_path, box=Box()) as run:
+        with pytest.raises(mp.UsageError, match=r"'huge'.*larger"):
+            run.save("a", metrics={"huge": 10**400})
+        run.save("a", metrics={"large": 10**300}, wait=True)
 
 
 def test_metrics_that_are_no_numbers_are_named(tmp_path):

@@ -19,7 +19,7 @@ from ..progress.schedule import Moment, Schedule
 from ..state.rng import capture_rng, preserve_rng
 from .data import move_batch
 from .dispatch import Dispatch
-from .evaluator import Evaluator
+from .evaluator import LOSS, Evaluator
 from .events import Event
 from .model import BatchModel
 from .state import State
@@ -152,7 +152,7 @@ class Evaluation:
                     raise EvaluationCutOff
                 self._batch(evaluator, batch, mean_loss)
             # Into a new dict: a checkpoint being written may still hold the old one.
-            metrics = evaluator.metrics.compute() or {"Loss": mean_loss.value}
+            metrics = evaluator.metrics.compute() or {LOSS: mean_loss.value}
             state.current_metrics = {**state.current_metrics, evaluator.label: metrics}
             is_ended = True
             self._dispatch.run(Event.EVAL_END)

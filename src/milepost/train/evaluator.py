@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
 from ..errors import DuplicateNameError, UsageError
@@ -16,9 +17,12 @@ from .metrics import Metrics
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Evaluator", "as_evaluators"]
+__all__ = ["Evaluator", "as_evaluators", "metric_names"]
 
 TRAIN_LABEL = "train"
+LOSS = "Loss"
+"""Name of the mean loss, which is computed where an evaluator has no metrics."""
+
 MetricSpec = Metric | MetricCollection | Sequence[Metric] | None
 
 
@@ -73,21 +77,25 @@ def as_evaluators(
 
     Raises:
         DuplicateNameError: Two evaluators with one label.
-        UsageError: Evaluators mixed with bare loaders.
+        UsageError: Several loaders that are not all evaluators.
     """
     if given is None:
         return []
-    several = isinstance(given, list | tuple) and any(isinstance(e, Evaluator) for e in given)
+    several = isinstance(given, list | tuple | set) and any(
+        isinstance(one, Evaluator | DataLoader | DataSpec) for one in given
+    )
     if not several and not isinstance(given, Evaluator):
         if metrics is None and callable(getattr(model, "metrics", None)):
             metrics = model.metrics(train=False)  # type: ignore[operator]
         return [Evaluator("eval", given, metrics=metrics, eval_interval=eval_interval)]
+    if isinstance(given, set):
+        raise UsageError("A set of evaluators has no order.", hint="Give them in a list.")
     evaluators = list(given) if several else [given]
     labels: set[str] = set()
     for evaluator in evaluators:
         if not isinstance(evaluator, Evaluator):
             raise UsageError(
-                "eval_dataloader mixes evaluators with bare loaders.",
+                "eval_dataloader holds several loaders, and not all of them are evaluators.",
                 hint="Give each loader a label: Evaluator('test', loader).",
             )
         if evaluator.label in labels:
@@ -96,3 +104,16 @@ def as_evaluators(
             )
         labels.add(evaluator.label)
     return evaluators
+
+
+def metric_names(evaluators: Iterable[Evaluator]) -> list[str]:
+    """Return the names of all metrics that checkpoints of a training can have.
+
+    Args:
+        evaluators: Those of the training.
+    """
+    names = {"loss": None}
+    for evaluator in evaluators:
+        for name in evaluator.metrics.names or [LOSS]:
+            names |= {name: None, f"{evaluator.label}/{name}": None}
+    return list(names)

@@ -34,6 +34,11 @@ class Metrics:
     def __len__(self) -> int:
         return len(self._metrics)
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the metrics."""
+        return list(self._metrics)
+
     def reset(self, device: torch.device) -> None:
         """Begin anew, on a device."""
         for metric in self._metrics.values():
@@ -100,9 +105,11 @@ def scalar_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]
 def _by_name(metrics: Metric | MetricCollection | Iterable[Metric] | None) -> dict[str, Metric]:
     if metrics is None:
         return {}
+    if isinstance(metrics, Metric):
+        metrics = [metrics]
     if isinstance(metrics, MetricCollection):
         return dict(metrics.items(keep_base=False, copy_state=False))
-    given = [metrics] if isinstance(metrics, Metric) else list(metrics)
+    given = list(metrics) if isinstance(metrics, Iterable) else [metrics]
     named: dict[str, Metric] = {}
     for metric in given:
         if not isinstance(metric, Metric):
