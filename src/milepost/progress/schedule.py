@@ -55,7 +55,7 @@ def parse_intervals(spec: Any) -> tuple[Interval, ...]:
     """
     if spec is None:
         return ()
-    if isinstance(spec, Sequence) and not isinstance(spec, str):
+    if isinstance(spec, Sequence) and not isinstance(spec, str | bytes):
         return tuple(interval for one in spec for interval in parse_intervals(one))
     if callable(spec):
         return (spec,)

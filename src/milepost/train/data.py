@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -90,11 +91,28 @@ class DataSpec:
 
     @classmethod
     def of(cls, data: DataSpec | Mapping[str, Any] | Iterable[Batch]) -> DataSpec:
-        """Return a spec from what users pass: a spec, its arguments as a dict, or a loader."""
+        """Return a spec from what users pass: a spec, its arguments as a dict, or a loader.
+
+        Raises:
+            UsageError: None of these.
+        """
         if isinstance(data, DataSpec):
             return data
         if isinstance(data, Mapping):
+            known = inspect.signature(cls).parameters
+            unknown = [str(key) for key in data if key not in known]
+            if unknown or "dataloader" not in data:
+                raise UsageError(
+                    "A dict in the place of a loader holds the arguments of DataSpec, not "
+                    f"{', '.join(map(repr, unknown)) or 'all but dataloader'}.",
+                    hint=f"Its keys are: {', '.join(known)}.",
+                )
             return cls(**data)
+        if not callable(getattr(data, "__iter__", getattr(data, "__getitem__", None))):
+            raise UsageError(
+                f"{data!r} is no loader: it cannot be iterated.",
+                hint="Give an iterable of batches, a DataSpec, or its arguments as a dict.",
+            )
         return cls(data)
 
 

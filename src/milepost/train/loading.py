@@ -7,23 +7,36 @@ that path says where the very first start comes from, and a restart must not go 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..checkpoint import open_source
+from ..checkpoint import Checkpoint, Run, open_source
 from ..display import loading_bar
+from ..errors import MissingError, UsageError
 from ..state.model import load_weights
 from ..state.report import LoadReport
 from ..state.source import load_item
 from ..state.tracked import Tracked
 from .places import fill_ranks
 
-__all__ = ["ObjectStore", "open_place", "restore_all", "restore_weights"]
+__all__ = [
+    "ObjectStore",
+    "Place",
+    "check_place",
+    "open_place",
+    "restore_all",
+    "restore_weights",
+    "the_newest",
+]
 
 _log = logging.getLogger(__name__)
+
+Place = str | os.PathLike[str] | Checkpoint | Run
+"""What users name a checkpoint by."""
 
 
 class ObjectStore(Protocol):
@@ -36,23 +49,61 @@ class ObjectStore(Protocol):
         """Yield an object piece by piece."""
 
 
+def check_place(named: Any) -> Place | None:
+    """Return what ``load_path_format`` names, if it can name a checkpoint.
+
+    Raises:
+        UsageError: It is of another kind.
+    """
+    is_path = isinstance(named, os.PathLike) and isinstance(os.fspath(named), str)
+    if named is None or is_path or isinstance(named, str | Checkpoint | Run):
+        return named  # type: ignore[no-any-return]
+    raise UsageError(
+        f"load_path_format is of the type {type(named).__qualname__}, which names no checkpoint.",
+        hint="Give text, a pathlib.Path, or what open_run() returned or a checkpoint of it.",
+    )
+
+
+def the_newest(handle: Checkpoint | Run) -> Checkpoint:
+    """Return a checkpoint itself, and of a run the newest one.
+
+    Raises:
+        MissingError: The run has none.
+    """
+    if isinstance(handle, Checkpoint):
+        return handle
+    newest = handle.latest()
+    if newest is None:
+        raise MissingError(f"The run {handle.url} holds no checkpoint that counts.")
+    return newest
+
+
 @contextmanager
 def open_place(
-    path_format: str,
+    named: Place,
     *,
     object_store: ObjectStore | None,
     chunk_size_bytes: int,
     is_bar_shown: bool,
-) -> Iterator[str]:
-    """Give the checkpoint to load as a local path.
+) -> Iterator[str | Checkpoint]:
+    """Give the checkpoint to load as a handle or a local path.
 
     Args:
-        path_format: A path, with ranks in braces; the name of an object with ``object_store``.
+        named: A handle, or a path with ranks in braces; with ``object_store`` the name of an
+            object.
         object_store: Where to download it from; ``None``: it is a path.
         chunk_size_bytes: Bytes of one piece of a download.
         is_bar_shown: Whether to show the download.
     """
-    path = fill_ranks(path_format)
+    if isinstance(named, Checkpoint | Run):
+        if object_store is not None:
+            raise UsageError(
+                f"load_object_store cannot download {named!r}.",
+                hint="Name the object as text, or drop load_object_store.",
+            )
+        yield the_newest(named)
+        return
+    path = fill_ranks(named)
     if object_store is None:
         yield path
         return
@@ -71,12 +122,12 @@ def open_place(
 
 
 def restore_all(
-    place: str, objects: Mapping[str, Any], *, items: Collection[str] | None
+    place: str | Checkpoint, objects: Mapping[str, Any], *, items: Collection[str] | None
 ) -> tuple[LoadReport, Any]:
     """Restore everything without a run of one's own, where nothing is saved.
 
     Args:
-        place: A checkpoint, a run or a ``.pt`` file.
+        place: A checkpoint, a run or a ``.pt`` file, as a path or as a handle.
         objects: What to restore, as it would be tracked.
         items: Restore only these; ``None``: the place must hold nothing else.
 
@@ -95,11 +146,11 @@ def restore_all(
     return report, ranks[0] if ranks else None
 
 
-def restore_weights(place: str, model: Any, *, strict: bool) -> LoadReport:
+def restore_weights(place: str | Checkpoint, model: Any, *, strict: bool) -> LoadReport:
     """Load only the weights of the model.
 
     Args:
-        place: A checkpoint, a run or a ``.pt`` file.
+        place: A checkpoint, a run or a ``.pt`` file, as a path or as a handle.
         model: The live model.
         strict: Whether the names must match exactly.
 

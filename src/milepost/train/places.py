@@ -35,6 +35,8 @@ def save_location(
         if resume == "must":
             raise UsageError("resume='must' needs a save_folder.")
         return None
+    if not isinstance(save_folder, str | os.PathLike):
+        raise UsageError(f"save_folder={save_folder!r} is no folder.", hint="Give text or a Path.")
     folder = os.fspath(save_folder)
     if "://" in folder or Path(folder).is_absolute():
         return folder
@@ -46,7 +48,12 @@ def save_location(
                 hint="Give a run_name, or an absolute save_folder.",
             )
         run_name = time.strftime("%Y-%m-%dT%H-%M-%S") + f"-{os.getpid()}"
-    if not run_name or run_name in (".", "..") or re.search(r"[/\\\0]", run_name):
+    if (
+        not isinstance(run_name, str)
+        or not run_name
+        or run_name in (".", "..")
+        or re.search(r"[/\\\0]", run_name)
+    ):
         raise UsageError(f"run_name={run_name!r} cannot be the name of a folder.")
     return str(Path.cwd() / "runs" / run_name / "rank_0" / folder)
 

@@ -91,8 +91,22 @@ class Saving:
 
     @property
     def saved_names(self) -> list[str]:
-        """Return the names of the saves of this process, oldest first, but not of failed ones."""
-        return [one.name for one in self._saves if not one.has_failed]
+        """Return the names of the saves of this process that are there or on their way.
+
+        Those that failed are not among them, nor those that were deleted since. Oldest first.
+        """
+        return [one.name for one in self._saves if not one.done() or _is_there(one)]
+
+    @property
+    def newest_name(self) -> str | None:
+        """Return the name of the newest save of this process that is committed, if any."""
+        committed = (one for one in reversed(self._saves) if one.done() and not one.has_failed)
+        return next((one.name for one in committed), None)
+
+    def wait(self) -> None:
+        """Wait for the end of the last save; how it ended is told elsewhere."""
+        if self._last is not None:
+            self._last.check_done(None)
 
     def start(self, counters: Mapping[str, Any] | None = None) -> None:
         """Begin to count intervals, at the start of ``fit``.
@@ -236,9 +250,10 @@ class Saving:
                 clean.put_back(self._loader)
                 pending = self._save_here("exception", timeout_s=None, notes=_AFTER_ERROR)
             else:
-                pending = self.checkpointer.save_diagnostic(
-                    "failed", f"ba{state.timer.batch}", extra={}, wait=False
-                )
+                # The batch that failed is the one in hand, which the timer does not count yet.
+                in_hand = self._is_in_batch or self._loader.is_fetching
+                name = f"ba{state.timer.batch + in_hand}"
+                pending = self.checkpointer.save_diagnostic("failed", name, extra={}, wait=False)
             pending.wait()
             attach_note(error, f"The state was saved as {pending.name!r}.")
         except Exception as failure:  # noqa: BLE001 - recorded with the error that matters
@@ -349,6 +364,11 @@ class Saving:
         if self.evaluation is not None:
             found.update(scalar_metrics(self.evaluation.fresh_metrics()))
         return found
+
+
+def _is_there(saved: PendingSave[Any]) -> bool:
+    """Return whether a save that has ended left a checkpoint that was not deleted since."""
+    return not saved.has_failed and bool(saved.wait().is_committed)
 
 
 def attach_note(error: BaseException, text: str) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..checkpoint import Checkpoint, open_checkpoint, open_source, run_store
+from ..checkpoint import Checkpoint, Run, open_checkpoint, open_source, run_store
 from ..engine.signals import StopSignals
 from ..errors import MissingError, UsageError
 from ..state.loader import ResumableLoader
 from ..state.objects import Value
 from .algorithm import Algorithm
 from .callback import Callback
-from .loading import ObjectStore, open_place, restore_all, restore_weights
+from .loading import (
+    ObjectStore,
+    Place,
+    check_place,
+    open_place,
+    restore_all,
+    restore_weights,
+    the_newest,
+)
 from .metrics import Metrics
 from .places import fill_ranks
 from .state import SERIALIZED_ATTRIBUTES, State
@@ -103,7 +110,7 @@ class Session:
 
     def load(
         self,
-        path_format: str | os.PathLike[str] | None,
+        path_format: Place | None,
         *,
         object_store: ObjectStore | None,
         weights_only: bool,
@@ -114,7 +121,8 @@ class Session:
         """Restore the newest checkpoint of the run, or else what ``path_format`` names.
 
         Args:
-            path_format: Where the first start goes on from; ``None``: from the beginning.
+            path_format: Where the first start goes on from, as a path with ranks in braces or as a
+                handle; ``None``: from the beginning.
             object_store: Where that is downloaded from.
             weights_only: Load only the model's weights from there.
             strict: Whether their names must match exactly.
@@ -124,14 +132,16 @@ class Session:
         Raises:
             MismatchError: The checkpoint does not fit.
             MissingError: There is none, and there must be.
+            UsageError: ``path_format`` can name no checkpoint.
         """
+        path_format = check_place(path_format)
         if object_store is not None and path_format is None:
             raise UsageError("load_object_store without load_path_format names no object.")
         if self._folder is not None:
             origin = None
             if self._resume == "never" and path_format is not None and object_store is None:
                 # Naming a checkpoint of this run is the wish to go on from it.
-                origin = None if weights_only else self._find_origin(os.fspath(path_format))
+                origin = None if weights_only else self._find_origin(path_format)
             self._open_run(origin)
         if self.is_restored:
             assert self.checkpointer is not None
@@ -143,7 +153,7 @@ class Session:
                 )
         elif path_format is not None:
             with open_place(
-                os.fspath(path_format),
+                path_format,
                 object_store=object_store,
                 chunk_size_bytes=chunk_size_bytes,
                 is_bar_shown=is_bar_shown,
@@ -204,26 +214,29 @@ class Session:
         self.checkpointer = checkpointer
         self.is_restored = checkpointer.is_resumed
 
-    def _find_origin(self, path_format: str) -> Checkpoint | None:
-        """Return the checkpoint of this very run that a path names, if it names one."""
+    def _find_origin(self, named: Place) -> Checkpoint | None:
+        """Return the checkpoint of this very run that a place names, if it names one."""
         assert self._folder is not None
         store = run_store(self._folder)
         if store is None:
             return None
         try:
-            named = open_checkpoint(fill_ranks(path_format))
+            if isinstance(named, Checkpoint | Run):
+                found = the_newest(named)
+            else:
+                found = open_checkpoint(fill_ranks(named))
         except MissingError:
             return None
-        if named.url != f"{store.url}/{named.manifest.name}":
+        if found.url != f"{store.url}/{found.manifest.name}":
             return None
-        return Checkpoint(store, named.manifest.name)
+        return Checkpoint(store, found.manifest.name)
 
     def _items(self) -> dict[str, Any]:
         items = tracked_items(self._state, loader=self._loader, metrics=self._metrics)
         items.setdefault("timer", self._state.timer)
         return items
 
-    def _restore(self, place: str, *, weights_only: bool, strict: bool) -> None:
+    def _restore(self, place: str | Checkpoint, *, weights_only: bool, strict: bool) -> None:
         if weights_only:
             restore_weights(place, self._state.bare_model, strict=strict)
             return

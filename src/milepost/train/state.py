@@ -20,6 +20,7 @@ from .callback import Callback
 from .evaluator import Evaluator
 from .names import name_all
 from .precision import Precision
+from .several import as_list
 
 __all__ = ["SERIALIZED_ATTRIBUTES", "State", "global_rank"]
 
@@ -117,10 +118,14 @@ class State:
         self.precision = Precision.of(precision)
         self.max_duration = max_duration
         self.steps_per_epoch = steps_per_epoch
-        self._optimizers = as_list(optimizers)
-        self._schedulers = as_list(schedulers)
-        self._algorithms: list[Algorithm] = as_list(algorithms)
-        self._callbacks: list[Callback] = as_list(callbacks)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._schedulers: list[Any] = []
+        self._algorithms: list[Algorithm] = []
+        self._callbacks: list[Callback] = []
+        self.optimizers = optimizers
+        self.schedulers = schedulers
+        self.algorithms = algorithms
+        self.callbacks = callbacks
 
     @property
     def seed(self) -> int:
@@ -271,7 +276,7 @@ class State:
 
     @optimizers.setter
     def optimizers(self, value: Any) -> None:
-        self._optimizers[:] = as_list(value)
+        self._optimizers[:] = as_list(value, name="optimizers", method="step")
 
     @property
     def schedulers(self) -> list[Any]:
@@ -280,7 +285,7 @@ class State:
 
     @schedulers.setter
     def schedulers(self, value: Any) -> None:
-        self._schedulers[:] = as_list(value)
+        self._schedulers[:] = as_list(value, name="schedulers", method="step")
 
     @property
     def algorithms(self) -> list[Algorithm]:
@@ -289,7 +294,7 @@ class State:
 
     @algorithms.setter
     def algorithms(self, value: Any) -> None:
-        self._algorithms[:] = as_list(value)
+        self._algorithms[:] = as_list(value, name="algorithms", method="run_event")
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -298,7 +303,7 @@ class State:
 
     @callbacks.setter
     def callbacks(self, value: Any) -> None:
-        self._callbacks[:] = as_list(value)
+        self._callbacks[:] = as_list(value, name="callbacks", method="run_event")
 
     def named(self, attribute: str) -> dict[str, Any]:
         """Return the objects of ``optimizers``, ``callbacks``, ... by their unique names.
@@ -306,7 +311,8 @@ class State:
         Raises:
             DuplicateNameError: Two carry one name of their own.
         """
-        return name_all(as_list(getattr(self, attribute)), kind=attribute.rstrip("s"))
+        held = as_list(getattr(self, attribute), name=attribute, method="state_dict")
+        return name_all(held, kind=attribute.rstrip("s"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the serialized attributes as the checkpoint shows them to a reader."""
@@ -363,13 +369,6 @@ class State:
 
 
 _NAMED = frozenset({"optimizers", "schedulers", "algorithms", "callbacks", "scaler"})
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return one object, several or ``None`` as a list."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def loader_length(loader: Any) -> int | None:

@@ -12,16 +12,18 @@ import torch
 
 from ..display import Bar, training_bar
 from ..errors import NonFiniteLossError, Preempted, UsageError
+from ..naming import NameFormat
 from ..progress.time import Time, TimeUnit
+from ..runs.keep import KeepPolicy
 from ..state.loader import ResumableLoader
 from .algorithm import Algorithm
 from .callback import Callback
 from .data import DataSpec
 from .dispatch import Dispatch
 from .evaluating import Evaluation, EvaluationCutOff
-from .evaluator import MetricSpec, as_evaluators
+from .evaluator import MetricSpec, as_evaluators, metric_names
 from .events import Event
-from .loading import ObjectStore
+from .loading import ObjectStore, Place
 from .loop import Loop
 from .metrics import Metrics
 from .model import Loss, adapt
@@ -30,6 +32,7 @@ from .precision import Precision, check_precision, make_scaler
 from .saving import Saving, attach_note
 from .seeding import choose_seed, make_deterministic, seed_everything
 from .session import Session
+from .several import as_list
 from .state import State, global_rank
 from .step import TrainStep
 
@@ -74,14 +77,14 @@ class Trainer:
         save_compression: ``"gzip"``, ``"bzip2"`` or ``"lzma"`` for single-file checkpoints.
         save_format: ``"milepost"``, or ``"torch"`` for one ``.pt`` file per checkpoint.
         save_name_format: Names such as ``"ep{epoch}-ba{batch}"``; ``None``: ``ep3``, ``ba500``.
-        keep: Which checkpoints to keep, such as ``[KeepLast(3)]``; empty: all.
+        keep: Which checkpoints to keep: a policy such as ``KeepLast(3)``, or several; empty: all.
         on_save_error: ``"raise"`` or ``"warn"``, when a save fails in the background.
         max_failed_saves: With ``"warn"``: how many saves in a row may fail.
         grace_s: Seconds within which the state must be safe after SIGTERM or SIGUSR1.
         resume: ``"never"``; ``"auto"``: from the newest checkpoint of the run, if there is one;
             ``"must"``: an error if there is none.
-        load_path_format: A checkpoint, a run (its newest) or a ``.pt`` file to go on from;
-            ``{rank}``, ``{local_rank}`` and ``{node_rank}`` are filled in.
+        load_path_format: A checkpoint, a run (its newest) or a ``.pt`` file to go on from, as a
+            handle or a path; ``{rank}``, ``{local_rank}`` and ``{node_rank}`` are filled in.
         load_object_store: Where ``load_path_format`` is downloaded from.
         load_weights_only: Load the weights and nothing else: a new training begins on them.
         load_strict: Whether the names of these weights must match exactly.
@@ -129,12 +132,12 @@ class Trainer:
         save_compression: str | None = "",
         save_format: Literal["milepost", "torch"] = "milepost",
         save_name_format: str | None = None,
-        keep: Sequence[Any] = (),
+        keep: KeepPolicy | Sequence[KeepPolicy] | None = (),
         on_save_error: Literal["raise", "warn"] = "raise",
         max_failed_saves: int = 3,
         grace_s: float = 30.0,
         resume: Literal["never", "auto", "must"] = "never",
-        load_path_format: str | os.PathLike[str] | None = None,
+        load_path_format: Place | None = None,
         load_object_store: ObjectStore | None = None,
         load_weights_only: bool = False,
         load_strict: bool = False,
@@ -180,6 +183,8 @@ class Trainer:
         seed_everything(state.seed)
         self._dispatch = Dispatch(state)
         self._dispatch.run(Event.INIT)
+        if save_name_format:
+            NameFormat(save_name_format).check_metrics(metric_names(state.evaluators))
         metrics = _training_metrics(
             state.bare_model, wanted=compute_training_metrics, given=train_metrics
         )
@@ -192,7 +197,7 @@ class Trainer:
             resume=resume,
             grace_s=grace_s,
             run_options={
-                "keep": keep,
+                "keep": as_list(keep, name="keep", method="keep"),
                 "save_format": save_format,
                 "save_compression": save_compression or None,
                 "save_name_format": save_name_format,
@@ -310,7 +315,10 @@ class Trainer:
 
     @property
     def saved_checkpoints(self) -> list[str]:
-        """Return the names of the checkpoints of this trainer, oldest first, kept or not."""
+        """Return the names of the checkpoints of this trainer that are there, oldest first.
+
+        Those on their way are among them, those that ``keep`` has deleted are not.
+        """
         return self._saving.saved_names
 
     @property
@@ -329,8 +337,11 @@ class Trainer:
                 self._loop.on_batch = lambda: _show(bar, self.state, self._saving)
                 try:
                     yield
+                    self._saving.wait()
                 except EvaluationCutOff:
                     self._saving.stop()
+                finally:
+                    _show(bar, self.state, self._saving)
         except (Preempted, NonFiniteLossError, GeneratorExit) as raised:
             error = raised
             raise
@@ -368,8 +379,8 @@ def _num_batches(state: State) -> float | None:
 
 def _show(bar: Bar, state: State, saving: Saving) -> None:
     text = f"epoch {state.timer.epoch}"
-    if saving.saved_names:
-        text += f", saved {saving.saved_names[-1]}"
+    if saving.newest_name:
+        text += f", saved {saving.newest_name}"
     bar.update(state.timer.batch, total=_num_batches(state), text=text)
 
 

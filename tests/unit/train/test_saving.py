@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,63 @@ def test_names_tell_what_was_due(make, tmp_path, interval, names) -> None:
     assert _names(tmp_path) == names
     finals = [c.is_final for c in mp.open_run(tmp_path).checkpoints()]
     assert finals == [False] * (len(names) - 1) + [True]
+
+
+@pytest.mark.parametrize("save_format", ["milepost", "torch"])
+def test_deleted_checkpoints_are_not_listed(make, tmp_path, save_format) -> None:
+    """Whoever goes through the list wants to open what it names."""
+    trainer = make(
+        save_folder=tmp_path, save_interval="4ba", keep=mp.KeepLast(2), save_format=save_format
+    )
+    trainer.fit()
+    assert trainer.saved_checkpoints == _names(tmp_path) == ["ba16", "ep2"]
+
+
+class _Bar:
+    """Notes what is shown."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def update(self, done, *, total=None, text="") -> None:
+        self.texts.append(text)
+
+
+@pytest.fixture
+def bar(monkeypatch) -> _Bar:
+    shown = _Bar()
+    monkeypatch.setattr(
+        "milepost.train.trainer.training_bar", lambda **_: contextlib.nullcontext(shown)
+    )
+    return shown
+
+
+def test_the_bar_ends_with_the_newest_save(make, tmp_path, bar) -> None:
+    """The last save of a training comes after the last batch."""
+    make(save_folder=tmp_path, save_interval="5ba").fit()
+    assert bar.texts[-1] == "epoch 2, saved ep2"
+
+
+def test_the_bar_names_only_what_is_committed(make, tmp_path, bar, at) -> None:
+    """A save on its way may fail yet."""
+    from milepost.engine import save as engine_save
+
+    gate, publish = threading.Event(), engine_save.publish
+
+    def slow(*args, **kwargs):
+        assert gate.wait(30)
+        return publish(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_save, "publish", slow)
+        make(
+            save_folder=tmp_path,
+            save_interval="2ba",
+            max_duration="3ba",
+            callbacks=at(Event.BATCH_END, lambda _: gate.set(), when=lambda s: s.timer.batch == 3),
+        ).fit()
+    assert bar.texts[1] == "epoch 0"
+    assert bar.texts[-1] == "epoch 0, saved ba3"
 
 
 def test_a_training_that_ends_in_an_epoch_is_saved_there(make, tmp_path) -> None:

@@ -201,13 +201,25 @@ def test_an_error_after_the_step_leaves_only_a_diagnostic(dropout, tmp_path, at,
     assert any((tmp_path / "failed").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [(Event.AFTER_TRAIN_BATCH, "ba4"), (Event.BATCH_END, "ba3"), (Event.EPOCH_END, "ba10")],
+)
+def test_a_diagnostic_is_called_after_the_batch_that_failed(make, tmp_path, at, event, name):
+    """The one in hand, counted from 1: the timer counts it only once it is done."""
+    wrong = at(event, _boom, when=lambda state: state.timer.batch in (3, 10))
+    with pytest.raises(_BoomError):
+        make(callbacks=wrong, save_folder=tmp_path, save_interval="99ep").fit()
+    assert [path.name for path in (tmp_path / "failed").iterdir()] == [name]
+
+
 def test_a_written_buffer_leaves_only_a_diagnostic(dropout, tmp_path, at) -> None:
     """Batch norm counted the batch already; training it again would count it twice."""
     wrong = at(Event.AFTER_LOSS, _boom, when=lambda state: state.timer.batch == 3)
     with pytest.raises(_BoomError):
         dropout(kind=torch.nn.BatchNorm1d, callbacks=wrong, save_folder=tmp_path).fit()
     assert _names(tmp_path) == []
-    assert any((tmp_path / "failed").iterdir())
+    assert [path.name for path in (tmp_path / "failed").iterdir()] == ["ba4"]
 
 
 def test_an_error_in_the_first_batch_leaves_nothing(make, tmp_path, at) -> None:
