@@ -169,6 +169,21 @@ def test_what_torch_would_have_to_run_code_for_is_refused(tmp_path):
         assert run.save("a").wait().load()["state"]["box"]["deep"][0] == deque([1])
 
 
+@pytest.mark.parametrize(("bits", "is_stored"), [(2039, True), (2040, False), (20_000, False)])
+def test_an_int_that_torch_would_not_read_is_refused(tmp_path, bits, is_stored):
+    """A checkpoint that is committed can be loaded, with torch alone."""
+    box = Box({"deep": [(1 << bits) - 1]})
+    with mp.Checkpointer(tmp_path, save_format="torch", box=box) as run:
+        pending = run.save("a")
+        if is_stored:
+            state = pending.wait().load()["state"]
+            assert state["box"]["deep"] == [(1 << bits) - 1]
+            assert torch.load(tmp_path / "a.pt", weights_only=True)["state"]["box"] == state["box"]
+        else:
+            with pytest.raises(mp.UnsupportedStateError, match=r"\['deep'\]\[0\].*bits"):
+                pending.wait()
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "code"])
 def test_a_damaged_single_file_is_passed_over(tmp_path, caplog, damage):
     """And one with code in it is not even looked at: its checksum does not match."""

@@ -80,6 +80,13 @@ def check_plain(value: Any, path: tuple[Any, ...]) -> None:
         UnsupportedStateError: Naming the path to the value.
     """
     kind = type(value)
+    if kind is int and value.bit_length() > _MAX_INT_BITS:
+        raise UnsupportedStateError(
+            f"{tree.path_text(path)} is an int of {value.bit_length():,} bits, which torch.load "
+            "refuses to read without running code.",
+            hint='Store it as text or bytes, or use save_format="milepost".',
+            path=tree.path_text(path),
+        )
     if kind in (dict, OrderedDict):
         for key, item in value.items():
             check_plain(key, (*path, key))
@@ -98,6 +105,7 @@ def check_plain(value: Any, path: tuple[Any, ...]) -> None:
         )
 
 
+_MAX_INT_BITS = 255 * 8 - 1
 _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray}
     | {torch.dtype, torch.Size, torch.device}

@@ -8,6 +8,7 @@ by name, or called by name: a tag that is not known is an error.
 
     value                      JSON
     None, bool, str, int       itself
+    int of more than 2048 bits {"$": "int", "hex": "-1f..."}
     finite float               itself (shortest form that reads back to the same bits)
     other float                {"$": "float", "bits": "7ff8000000000000"}
     list                       [...]
@@ -21,6 +22,7 @@ by name, or called by name: a tag that is not known is an error.
     numpy scalar, array        {"$": "numpy" , "dtype": "<f8", "shape": null | [...], "v": base64}
     date, datetime, timedelta  {"$": "date" | "datetime" | "timedelta", "v": ...}
     pathlib path, range        {"$": "path" | "range", "v": ...}
+    PurePosixPath, ...         {"$": "posix_path" | "windows_path", "v": ...}
     registered class           {"$": "custom", "tag": ..., "v": ...}
 
 Two names for one list come back as two lists; two names for one tensor come back as one tensor.
@@ -38,7 +40,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path as FilePath
-from pathlib import PurePath
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from ..errors import FormatError, UnsupportedStateError, UsageError
@@ -48,6 +50,8 @@ __all__ = ["MAX_DEPTH", "Resolver", "Sink", "decode", "encode", "path_text", "re
 
 MAX_DEPTH = 100
 """Deepest nesting that is stored or read."""
+
+_MAX_DECIMAL_BITS = 2048
 
 Path = tuple[Any, ...]
 Sink = Callable[[Path, Any], Any]
@@ -124,8 +128,10 @@ def _encode(value: Any, sink: Sink | None, path: Path, depth: int) -> Any:
             path=path_text(path),
         )
     kind = type(value)
-    if value is None or kind is bool or kind is str or kind is int:
+    if value is None or kind is bool or kind is str:
         return value
+    if kind is int:
+        return _int(value)
     if kind is float:
         return _float(value)
     if kind is list:
@@ -139,6 +145,13 @@ def _encode(value: Any, sink: Sink | None, path: Path, depth: int) -> Any:
         if tag is not None:
             return tag
     return _encode_rare(value, sink, path, depth)
+
+
+def _int(value: int) -> Any:
+    # Python refuses to read or write more decimal digits than a limit, of at least 640.
+    if value.bit_length() <= _MAX_DECIMAL_BITS:
+        return value
+    return {"$": "int", "hex": format(value, "x")}
 
 
 def _float(value: float) -> Any:
@@ -170,10 +183,17 @@ def _encode_rare(value: Any, sink: Sink | None, path: Path, depth: int) -> Any:
         bound = {"maxlen": value.maxlen} if kind is deque else {}
         return {"$": kind.__name__, "v": parts, **bound}
     if isinstance(value, PurePath):
-        return {"$": "path", "v": value.as_posix()}
+        return _path(value)
     if is_numpy(value):
         return encode_array(value, where=path_text(path))
     raise _unsupported(value, path)
+
+
+def _path(value: PurePath) -> Any:
+    if isinstance(value, FilePath):
+        return {"$": "path", "v": value.as_posix()}
+    tag = "windows_path" if isinstance(value, PureWindowsPath) else "posix_path"
+    return {"$": tag, "v": str(value)}
 
 
 def _unsupported(value: Any, path: Path) -> UnsupportedStateError:
@@ -200,7 +220,7 @@ _LEAF_FORMS: dict[type, Callable[[Any], Any]] = {
     datetime.date: lambda value: value.isoformat(),
     datetime.datetime: lambda value: value.isoformat(),
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
-    range: lambda value: [value.start, value.stop, value.step],
+    range: lambda value: [_int(value.start), _int(value.stop), _int(value.step)],
 }
 _MAPPING_TAGS: dict[type, str] = {OrderedDict: "ordered_dict", Counter: "counter"}
 _SEQUENCES = frozenset({tuple, set, frozenset, deque})
@@ -291,6 +311,18 @@ def _read_float(value: Any) -> float:
     return float(value)
 
 
+def _read_int(value: Any) -> int:
+    if isinstance(value, Mapping):
+        text = value["hex"] if value["$"] == "int" else ""
+        number = int(text, 16)
+        if format(number, "x") != text:
+            raise ValueError("a whole number in hex was expected")
+        return number
+    if type(value) is not int:
+        raise TypeError("a whole number was expected")
+    return value
+
+
 _LEAVES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "float": _read_float,
     "bytes": lambda tag: base64.b64decode(tag["v"], validate=True),
@@ -301,5 +333,8 @@ _LEAVES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "datetime": lambda tag: datetime.datetime.fromisoformat(tag["v"]),
     "timedelta": lambda tag: datetime.timedelta(*_list(tag["v"])),
     "path": lambda tag: FilePath(tag["v"]),
-    "range": lambda tag: range(*_list(tag["v"])),
+    "posix_path": lambda tag: PurePosixPath(tag["v"]),
+    "windows_path": lambda tag: PureWindowsPath(tag["v"]),
+    "range": lambda tag: range(*map(_read_int, _list(tag["v"]))),
+    "int": _read_int,
 }

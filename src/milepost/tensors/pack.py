@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..errors import UnsupportedStateError
 from ..format import tree
@@ -129,10 +130,10 @@ class _Packer:
         return {"$": "numpy.tensor", "tensor": self._dense(path, dense)}
 
     def _tensor(self, path: tree.Path, value: Tensor) -> Any:
-        if type(value) not in _PLAIN_TENSORS or value.device.type == "meta":
+        if type(value) not in _PLAIN_TENSORS or value.device.type == "meta" or value.is_nested:
             raise UnsupportedStateError(
                 f"{tree.path_text(path)} is a {_describe(value)} without storable values.",
-                hint="Give it real values first; sharded tensors need every rank's own part.",
+                hint=_hint(value),
                 path=tree.path_text(path),
             )
         value = value.detach()
@@ -262,8 +263,18 @@ def _is_dense(value: Tensor) -> bool:
     return True
 
 
+def _hint(value: Tensor) -> str:
+    if is_lazy(value):
+        return "Run one batch through the lazy module first: that gives it a shape and values."
+    if value.is_nested:
+        return "Store the list of its tensors, from unbind()."
+    return "Give it real values first; sharded tensors need every rank's own part."
+
+
 def _describe(value: Tensor) -> str:
     kind = type(value)
     if value.device.type == "meta":
         return "meta tensor"
+    if value.is_nested:
+        return "nested tensor"
     return f"{kind.__module__}.{kind.__qualname__}"

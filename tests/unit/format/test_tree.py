@@ -10,6 +10,7 @@ import json
 import pathlib
 import random
 import struct
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +84,36 @@ VALUES = [
     datetime.timedelta(days=-1, seconds=5, microseconds=7),
     range(3, -10, -2),
     pathlib.Path("a/b"),
+    pathlib.PurePosixPath("/a/b"),
+    pathlib.PureWindowsPath("C:\\a\\b"),
+    pathlib.PureWindowsPath("\\\\?\\C:\\x y"),
+    pathlib.PureWindowsPath("\\\\host\\share\\x"),
 ]
+
+
+LARGE = 1 << 20_000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [LARGE, -LARGE, {LARGE: 1}, {LARGE, 1}, range(LARGE), range(-LARGE, LARGE, LARGE - 1)],
+    ids=["int", "negative", "key", "set", "range", "step"],
+)
+def test_ints_beyond_the_limit_of_digits_come_back(value):
+    """Python refuses to write or read more than 4,300 decimal digits."""
+    assert same(there_and_back(value), value)
+
+
+@pytest.mark.parametrize("bits", [2047, 2048, 2049])
+def test_ints_need_no_more_digits_than_any_limit_allows(bits):
+    """The limit can be set as low as 640 digits in the process that loads."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(640)
+    try:
+        found = there_and_back([(1 << bits) - 1, -(1 << bits)])
+    finally:
+        sys.set_int_max_str_digits(before)
+    assert found == [(1 << bits) - 1, -(1 << bits)]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda v: ascii(v)[:40])
@@ -389,7 +419,17 @@ def test_tag_that_no_one_knows_is_refused():
         {"$": "timedelta", "v": "123"},
         {"$": "range", "v": [0, 1, 0]},
         {"$": "range", "v": [0.5]},
+        {"$": "range", "v": [{"$": "float", "hex": "1"}]},
+        {"$": "int"},
+        {"$": "int", "hex": 5},
+        {"$": "int", "hex": ""},
+        {"$": "int", "hex": "0x1f"},
+        {"$": "int", "hex": "1_f"},
+        {"$": "int", "hex": "01f"},
+        {"$": "int", "hex": "-0"},
         {"$": "path", "v": 5},
+        {"$": "posix_path", "v": 5},
+        {"$": "windows_path"},
         {"$": "custom"},
         {"$": "custom", "tag": [], "v": 1},
         {"$": "numpy"},

@@ -294,9 +294,17 @@ class Unknown:
         (Unknown(), "Unknown"),
         (np.array([Unknown()], dtype=object), "object"),
         (lambda: 0, "function"),
-        (torch.nn.parameter.UninitializedParameter(), "UninitializedParameter"),
+        (torch.nn.parameter.UninitializedParameter(), "one batch"),
     ],
-    ids=["meta", "subclass", "module", "object", "array of objects", "function", "lazy"],
+    ids=[
+        "meta",
+        "subclass",
+        "module",
+        "object",
+        "array of objects",
+        "function",
+        "lazy",
+    ],
 )
 def test_what_cannot_be_stored_is_refused_with_the_path_to_it(value, word):
     """The message leads to the value in a state of thousands."""
@@ -304,6 +312,15 @@ def test_what_cannot_be_stored_is_refused_with_the_path_to_it(value, word):
         pack_item("callbacks", {"a": [0, {"b": value}]})
     assert word in str(caught.value)
     assert caught.value.facts["path"] == "callbacks['a'][1]['b']"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_with_the_path_to_them(layout):
+    """They have no shape to store; asking for it is an internal error of torch."""
+    value = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    with pytest.raises(UnsupportedStateError, match=r"x\['a'\] is a nested tensor.*unbind"):
+        pack_item("x", {"a": value})
 
 
 def tensors():
