@@ -36,16 +36,19 @@ def export_checkpoint(
     *,
     to: Literal["torch", "safetensors"],
     items: Collection[str] | None = None,
+    name: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a state, as ``Checkpoint.load`` returns it, to one file.
 
     Args:
         state: ``{"state": {item: ...}, "rng": [...]}``.
-        target: The file to write; in a folder that exists, one with the usual name.
+        target: The file to write, or a folder that exists.
         to: ``torch`` or ``safetensors``.
         items: Only these items; ``None`` for all of them with ``torch``, and for ``model`` with
             ``safetensors``, which holds one model.
+        name: Name of the checkpoint: the file in a folder is called after it, as ``ep3.pt``.
+            ``None``: after what it holds, ``checkpoint.pt`` or ``model.safetensors``.
         overwrite: Whether a file of that name may be replaced.
 
     Returns:
@@ -60,7 +63,9 @@ def export_checkpoint(
     if to not in FORMATS:
         raise UsageError(f"to={to!r} is not a format.", hint=f"Use one of {', '.join(FORMATS)}.")
     path = Path(target).expanduser().absolute()
-    path = path / FORMATS[to] if path.is_dir() else path
+    if path.is_dir():
+        usual = FORMATS[to]
+        path /= usual if name is None else f"{name}{Path(usual).suffix}"
     if not overwrite and os.path.lexists(path):
         raise _exists(path)
     members = {**state["state"], **({"rng": state["rng"]} if state.get("rng") else {})}

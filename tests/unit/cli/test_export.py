@@ -50,6 +50,27 @@ def test_export_torch(milepost, trained, tmp_path):
     assert list(torch.load(tmp_path / "all.pt")["state"]) == ["model"]
 
 
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_in_a_folder_the_file_is_called_after_the_checkpoint(milepost, trained, tmp_path, to):
+    """Two exports into one folder must not meet."""
+    folder, _ = trained
+    ending = {"torch": "pt", "safetensors": "safetensors"}[to]
+    target = tmp_path / "exports"
+    target.mkdir()
+    for place in (folder, folder / "ep1", folder / "ep2"):
+        code = 2 if place.name == "ep2" else 0  # the newest of the run is there already
+        milepost("export", place, target, "--to", to, code=code)
+    assert sorted(path.name for path in target.iterdir()) == [f"ep1.{ending}", f"ep2.{ending}"]
+
+
+def test_the_export_of_a_file_in_a_folder_is_called_after_it(milepost, tmp_path):
+    """Whatever the ending of its compression."""
+    (tmp_path / "exports").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "foreign.pt")
+    milepost("export", tmp_path / "foreign.pt", tmp_path / "exports", "--to", "safetensors")
+    assert [path.name for path in (tmp_path / "exports").iterdir()] == ["foreign.safetensors"]
+
+
 def test_export_of_a_foreign_file(milepost, tmp_path):
     """Any ``.pt`` file in a known layout; one with code is refused."""
     torch.save({"module.w": torch.ones(2)}, tmp_path / "foreign.pt")

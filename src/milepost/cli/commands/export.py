@@ -28,7 +28,12 @@ def export(
     checkpoint: Annotated[
         str, typer.Argument(help="RUN/NAME, a run, a checkpoint's own folder, or any .pt file.")
     ],
-    target: Annotated[str, typer.Argument(help="The file to write, or a folder for it.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="The file to write, or a folder: then it is called after the checkpoint."
+        ),
+    ],
     *,
     to: Annotated[
         Format,
@@ -47,14 +52,16 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="Print an object.")] = False,
 ) -> None:
     """Write a checkpoint as one file. Every byte is checked on the way."""
-    source = _open(checkpoint, trust=trust)
+    name, source = _open(checkpoint, trust=trust)
     from ...convert.export import export_checkpoint
     from ...engine.save import layout_state
     from ...state.source import load_item
 
     wanted = only or (["model"] if to is Format.safetensors else list(source.trees))
     state = layout_state({item: load_item(source, item) for item in wanted})
-    path = export_checkpoint(state, path_of(target), to=to.value, items=wanted, overwrite=overwrite)
+    path = export_checkpoint(
+        state, path_of(target), to=to.value, items=wanted, name=name, overwrite=overwrite
+    )
     num_bytes = path.stat().st_size
     if as_json:
         print_json({"path": str(path), "bytes": num_bytes, "items": wanted, "format": to.value})
@@ -62,12 +69,15 @@ def export(
         print(f"{path} ({size_text(num_bytes)})")
 
 
-def _open(place: str, *, trust: bool) -> StateSource:
+def _open(place: str, *, trust: bool) -> tuple[str, StateSource]:
+    """Return the name of a checkpoint, and its state."""
     try:
-        return locate(place).checkpoint.source()
+        checkpoint = locate(place).checkpoint
+        return checkpoint.name.rpartition("/")[2], checkpoint.source()
     except MissingError:
         if not path_of(place).is_file():
             raise
     from ...convert.torch_file import torch_file_source
 
-    return torch_file_source(path_of(place), trust=trust)
+    path = path_of(place)
+    return path.name.partition(".pt")[0], torch_file_source(path, trust=trust)
