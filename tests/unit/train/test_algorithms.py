@@ -66,6 +66,13 @@ def test_an_average_of_another_model_is_refused() -> None:
         average.load_state_dict({"is_swapped": False, "weights": {"weight": torch.zeros(2, 1)}})
 
 
+def test_parameters_without_values_cannot_be_averaged(make) -> None:
+    """A lazy module gets them from its first batch, after the average would have begun."""
+    model = torch.nn.LazyLinear(1)
+    with pytest.raises(UsageError, match=r"weight, bias.*one batch"):
+        make(model=model, algorithms=EMA(0.5))
+
+
 @pytest.mark.parametrize(("decay", "every"), [(1.0, "1ba"), (-0.1, "1ba"), (0.5, "3sp")])
 def test_values_that_make_no_average_are_refused(decay, every) -> None:
     """A decay of one never learns."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ...errors import MismatchError, UsageError
 from ...progress.time import Time, TimeUnit
@@ -71,6 +72,12 @@ class EMA(Algorithm):
         """Take the weights over, update the average, or swap the two."""
         if event is Event.INIT:
             self._model = state.bare_model
+            lazy = [name for name, parameter in self._live() if is_lazy(parameter)]
+            if lazy:
+                raise UsageError(
+                    f"There is nothing to average yet at {', '.join(lazy)}.",
+                    hint="Run one batch through the lazy module first: that gives it values.",
+                )
             self._stored = {name: p.detach().clone() for name, p in self._live()}
             self._is_swapped = False
         elif event is Event.EVAL_START:
