@@ -13,7 +13,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, Run, open_run
-    from .checkpointer import Checkpointer, Value
+    from .checkpointer import Checkpointer, PerRank, Value
     from .engine.pending import PendingSave
     from .errors import (
         AccessError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         NonFiniteLossError,
         NoSpaceError,
         Preempted,
+        RankFailedError,
         SaveFailedError,
         StorageError,
         UnsupportedStateError,
@@ -82,8 +83,10 @@ __all__ = [
     "NoSpaceError",
     "NonFiniteLossError",
     "PendingSave",
+    "PerRank",
     "Precision",
     "Preempted",
+    "RankFailedError",
     "Run",
     "SaveFailedError",
     "State",
@@ -103,12 +106,12 @@ __all__ = [
 
 _NAMES_OF_MODULES = {
     "checkpoint": "Checkpoint Run open_run",
-    "checkpointer": "Checkpointer Value",
+    "checkpointer": "Checkpointer PerRank Value",
     "engine.pending": "PendingSave",
     "errors": "AccessError CheckpointError DamagedError DeadlineError DuplicateNameError "
     "ExistsError FencedError FormatError IncompleteError MismatchError MissingError "
-    "NewerFormatError NoSpaceError NonFiniteLossError Preempted SaveFailedError StorageError "
-    "UnsupportedStateError UsageError",
+    "NewerFormatError NoSpaceError NonFiniteLossError Preempted RankFailedError SaveFailedError "
+    "StorageError UnsupportedStateError UsageError",
     "format.tree": "register_codec",
     "progress.time": "Time TimeUnit",
     "progress.timer": "Timer",

@@ -158,17 +158,22 @@ class Checkpoint:
 
         return load_weights(self.source(), item or "model", model, strict=strict, rename=rename)
 
-    def source(self, *, progress: Callable[[int], None] | None = None) -> StateSource:
+    def source(
+        self, *, progress: Callable[[int], None] | None = None, rank: int = 0
+    ) -> StateSource:
         """Return the stored state without reading any tensor yet.
 
         Args:
             progress: Called with the bytes of each block that is read.
+            rank: Whose part to show of what every rank has saved for itself.
         """
         if self.manifest.layout == "torch":
             return self._single_source()
         from .engine.read import CheckpointSource
 
-        return CheckpointSource(self.store, self.folder, self.manifest, progress=progress)
+        return CheckpointSource(
+            self.store, self.folder, self.manifest, progress=progress, rank=rank
+        )
 
     def verify(self, level: Level | str = Level.FULL) -> VerifyReport:
         """Check it against its commit.

@@ -19,7 +19,6 @@ from difflib import get_close_matches
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -29,23 +28,25 @@ from .engine.pending import PendingSave
 from .engine.signals import StopSignals
 from .errors import CheckpointError, Preempted, UsageError
 from .naming import NameFormat
+from .opening import Resume, WriterOptions
 from .progress.schedule import Schedule
 from .progress.timer import Timer
+from .ranks.team import join_team
 from .resumption import Resumption
 from .runs.keep import KeepPolicy
 from .saves import Saves
 from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader, num_samples
-from .state.objects import Stateful, Value
+from .state.objects import PerRank, Stateful, Value
 from .state.report import LoadReport
 from .state.tracked import Tracked
 from .state.transient import TransientBuffers
-from .writer import Resume, RunWriter, WriterOptions
+from .writer import RunWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Checkpointer", "Value"]
+__all__ = ["Checkpointer", "PerRank", "Value"]
 
 _log = logging.getLogger("milepost")
 
@@ -173,7 +174,7 @@ class Checkpointer:
         loader, and its values would be lost.
         """
         known = isinstance(
-            target, nn.Module | Optimizer | Value | Mapping | tuple | ResumableLoader
+            target, nn.Module | Optimizer | Value | PerRank | Mapping | tuple | ResumableLoader
         )
         is_named_so = name == "loader" or name.endswith("_loader")
         is_loader = isinstance(target, DataLoader) or (
@@ -195,7 +196,7 @@ class Checkpointer:
         """
         if self._is_open:
             return self
-        _refuse_several_workers()
+        self._writer.team = join_team()
         self._watch()
         self._writer.open(self._resumption.resume, check=self._resumption.check, origin=origin)
         self._resumption.tell()
@@ -634,18 +635,3 @@ _OPTIONS = tuple(
     for name, one in inspect.signature(Checkpointer).parameters.items()
     if one.kind is inspect.Parameter.KEYWORD_ONLY
 )
-
-
-def _refuse_several_workers() -> None:
-    """Refuse to start in one of several processes, which would fence each other."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1") or "1")
-    if world_size > 1 or (dist.is_available() and dist.is_initialized() and _world_size() > 1):
-        raise UsageError(
-            "This is one of several workers, and a run is written by one process in this version.",
-            safe="Nothing was touched.",
-            hint="Save from one process, without WORLD_SIZE and outside of a process group.",
-        )
-
-
-def _world_size() -> int:
-    return int(dist.get_world_size())

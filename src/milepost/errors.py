@@ -22,6 +22,7 @@ match on the class or on ``kind`` (a stable code that is never renamed), never o
       MismatchError (ValueError)           a checkpoint does not fit the objects it is loaded into
       NonFiniteLossError (ArithmeticError) the loss became NaN or infinite
       SaveFailedError                      several saves in a row failed
+      RankFailedError                      another rank failed, or the ranks do not agree
 
 ``Preempted`` stands outside the tree: it is a ``SystemExit``, raised once the state is safe after
 SIGTERM or SIGUSR1, so that the process ends with the documented exit code.
@@ -49,6 +50,7 @@ __all__ = [
     "NoSpaceError",
     "NonFiniteLossError",
     "Preempted",
+    "RankFailedError",
     "SaveFailedError",
     "StorageError",
     "UnsupportedStateError",
@@ -193,6 +195,15 @@ class SaveFailedError(CheckpointError):
     """More saves in a row failed than ``on_save_error`` allows. ``__cause__`` is the last one."""
 
     kind = "save_failed"
+
+
+class RankFailedError(CheckpointError):
+    """Another rank failed, or the ranks do not agree; every rank raises the same.
+
+    ``facts["ranks"]`` lists them and ``facts["errors"]`` maps each to the name of its error.
+    """
+
+    kind = "rank_failed"
 
 
 class Preempted(SystemExit):

@@ -15,7 +15,7 @@ from .checkpoint import Checkpoint, Place, open_source
 from .errors import MismatchError, MissingError
 from .state.batch_in_hand import BatchInHand
 from .state.report import LoadReport, restoring
-from .state.rng import apply_rng
+from .state.rng import apply_rng, derived_rng
 from .state.source import StateSource, load_item
 from .state.tracked import RESERVED_ITEMS, Tracked
 from .visible import SUFFIXES
@@ -61,7 +61,7 @@ class Resumption:
         Raises:
             MismatchError: It does not fit.
         """
-        source = checkpoint.source()
+        source = checkpoint.source(rank=self._writer.team.rank)
         late = set(source.trees) - set(self._tracked) - set(RESERVED_ITEMS)
         self._tracked.check(source, expected=late)
 
@@ -80,12 +80,13 @@ class Resumption:
             DamagedError: Bytes that do not match their checksum; another checkpoint must be
                 restored over what was changed.
         """
-        source = checkpoint.source()
+        source = checkpoint.source(rank=self._writer.team.rank)
         late = set(source.trees) - set(self._tracked) - set(RESERVED_ITEMS)
         self.report = self._tracked.restore(source, expected=late)
         self._restore_extras(source)
         self._source, self._unclaimed = source, late
         self.report.notes.extend(checkpoint.manifest.notes)
+        self._adapt_rng(checkpoint.manifest.world_size)
         self.is_final = checkpoint.is_final
         if late:
             self._writer.protected.add(checkpoint.manifest.name)
@@ -164,18 +165,31 @@ class Resumption:
             latest = run.latest()
             if latest is None:
                 raise MissingError(f"The run at {run.url} holds no checkpoint.", path=run.url)
-            return latest.source()
+            return latest.source(rank=self._writer.team.rank)
         # A plain word is never looked for in the working directory: a run may lie there by chance.
         is_file = isinstance(source, str) and source.endswith(tuple(SUFFIXES.values()))
         is_name = isinstance(source, str) and "/" not in source and not is_file
         if is_name and self._writer.session is not None:
-            return run.get(str(source)).source()
+            return run.get(str(source)).source(rank=self._writer.team.rank)
         return open_source(source, trust=trust)
 
     def take_rng(self) -> Mapping[str, Any] | None:
         """Return the random state of the checkpoint, once."""
         rng, self.rng = self.rng, None
         return rng
+
+    def _adapt_rng(self, num_ranks: int) -> None:
+        """Give a rank that the checkpoint does not know random numbers of its own."""
+        team = self._writer.team
+        if num_ranks == team.world_size or self.report is None:
+            return
+        self.report.notes.append(
+            f"{num_ranks} ranks made the checkpoint, and {team.world_size} go on from it: what "
+            "each rank draws at random is not what it would have drawn."
+        )
+        if team.rank >= num_ranks and self.rng is not None:
+            self.rng = derived_rng(self.rng, team.rank)
+            apply_rng(self.rng)
 
     def _restore_extras(self, source: StateSource) -> None:
         """Restore what a run saves beside the tracked objects."""

@@ -27,7 +27,7 @@ from .state.loader import ResumableLoader
 from .state.rng import capture_rng
 from .state.tracked import Tracked, check_item_names
 from .state.transient import TransientBuffers
-from .tensors.pack import pack_item
+from .tensors.pack import PackedItem, pack_item
 from .writer import RunWriter
 
 __all__ = ["Saves"]
@@ -170,6 +170,9 @@ class Saves:
         """
         self._writer.wait_for_writing(None)
         self._log_earlier_errors()
+        if self._writer.team.world_size > 1:
+            _log.warning("A rank that fails alone cannot save: the others are elsewhere.")
+            return None
         rng: Mapping[str, Any] | None = None
         loader = self.iterated
         is_fetching = loader is not None and loader.is_fetching
@@ -215,15 +218,27 @@ class Saves:
         rng: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> PendingSave[Checkpoint]:
-        items = self._tracked.capture()
-        gradients = self._hand.gradients(self._tracked.parameter_names())
-        extras = {**({"gradients": gradients} if gradients else {}), **(extra or {})}
-        items += [pack_item(name, value) for name, value in extras.items()]
-        # A checkpoint made before the first batch after a resume has the random state it resumed.
-        state = rng or self._resumption.rng or capture_rng()
-        items.append(pack_item("rng", [dict(state)]))
+        try:
+            items = self._capture(rng=rng, extra=extra or {})
+        except BaseException as error:
+            self._writer.fail(request.name, error)
+            raise
         self.last = self._writer.save(items, request)
         return self.last
+
+    def _capture(
+        self, *, rng: Mapping[str, Any] | None, extra: Mapping[str, Any]
+    ) -> list[PackedItem]:
+        items = self._tracked.capture()
+        gradients = self._hand.gradients(self._tracked.parameter_names())
+        if gradients:
+            # Those that are not reduced yet differ from rank to rank.
+            items.append(pack_item("gradients", gradients, home="each"))
+        items += [pack_item(name, value, home="each") for name, value in extra.items()]
+        # A checkpoint made before the first batch after a resume has the random state it resumed.
+        state = rng or self._resumption.rng or capture_rng()
+        items.append(pack_item("rng", [dict(state)], home="each"))
+        return items
 
     @contextmanager
     def _whole_batches(self) -> Iterator[Mapping[str, Any] | None]:

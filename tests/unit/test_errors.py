@@ -31,6 +31,7 @@ TREE = {
     "MismatchError": ("mismatch", (errors.CheckpointError, ValueError)),
     "NonFiniteLossError": ("non_finite_loss", (errors.CheckpointError, ArithmeticError)),
     "SaveFailedError": ("save_failed", (errors.CheckpointError,)),
+    "RankFailedError": ("rank_failed", (errors.CheckpointError,)),
 }
 CLASSES = [getattr(errors, name) for name in TREE]
 

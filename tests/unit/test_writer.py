@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from milepost.engine.save import SaveRequest
+from milepost.opening import WriterOptions
 from milepost.runs import (
     KeepAll,
     KeepBest,
@@ -23,7 +24,7 @@ from milepost.runs import (
 from milepost.stores import Entry, LocalStore, MemoryStore
 from milepost.tensors.pack import pack_item
 from milepost.testing import FaultStore
-from milepost.writer import RunWriter, WriterOptions
+from milepost.writer import RunWriter
 
 PATIENCE_S = 30.0
 

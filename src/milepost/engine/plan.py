@@ -70,18 +70,24 @@ class Plan:
         return sum(part.size_bytes for part in self.parts)
 
 
-def make_plan(items: Sequence[PackedItem], previous: Plan | None = None) -> Plan:
+def make_plan(
+    items: Sequence[PackedItem], previous: Plan | None = None, *, rank: int | None = None
+) -> Plan:
     """Lay out the parts of a state.
 
     Args:
-        items: The state, taken apart.
+        items: The state, taken apart; of several ranks what this one writes.
         previous: Returned as it is when it was made for a state of the same structure.
+        rank: This rank, where several write.
     """
     signature = [
         (
             item.name,
             # The code alone does not tell the dtypes apart that are stored as raw bytes.
-            [(leaf.key, leaf.tensor.dtype, leaf.shape, leaf.is_frozen) for leaf in item.leaves],
+            [
+                (leaf.part_key, leaf.tensor.dtype, leaf.shape, leaf.is_frozen)
+                for leaf in item.leaves
+            ],
         )
         for item in items
     ]
@@ -94,14 +100,15 @@ def make_plan(items: Sequence[PackedItem], previous: Plan | None = None) -> Plan
         others = [i for i, leaf in enumerate(item.leaves) if not leaf.is_frozen]
         for chosen, is_frozen in ((others, False), (frozen, True)):
             if chosen:
-                part = _plan_part(item, chosen, is_frozen=is_frozen, arena_start=start)
+                file = part_file(item.name, variant=FROZEN if is_frozen else "", rank=rank)
+                part = _plan_part(item, chosen, file, is_frozen=is_frozen, arena_start=start)
                 parts.append(part)
                 start = -(-part.arena_stop // PAGE_BYTES) * PAGE_BYTES
     return Plan(tuple(parts), start, signature)
 
 
 def _plan_part(
-    item: PackedItem, chosen: Sequence[int], *, is_frozen: bool, arena_start: int
+    item: PackedItem, chosen: Sequence[int], file: str, *, is_frozen: bool, arena_start: int
 ) -> PartPlan:
     def alignment(index: int) -> int:
         leaf = item.leaves[index]
@@ -111,12 +118,12 @@ def _plan_part(
     order = sorted(chosen, key=alignment, reverse=True)
     described: list[Leaf] = [item.leaves[index] for index in order]
     header, tensors = encode_header(
-        [(leaf.key, leaf.code, leaf.shape, leaf.num_bytes) for leaf in described],
+        [(leaf.part_key, leaf.code, leaf.shape, leaf.num_bytes) for leaf in described],
         metadata={"format": "pt"},
     )
     size = tensors[-1].stop
     return PartPlan(
-        file=part_file(item.name, variant=FROZEN if is_frozen else ""),
+        file=file,
         item=item.name,
         header=header,
         tensors=tuple(tensors),

@@ -2,7 +2,8 @@
 
 A tensor is never built from bytes whose checksum was not verified. Only the blocks that hold wanted
 bytes are read; each is read once, into page-aligned memory, and its wanted ranges are copied to
-where they belong.
+where they belong. Of a sharded tensor a rank reads the bytes of its own piece, however the tensor
+was cut when it was saved.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from ..errors import DamagedError, FormatError, MissingError
 from ..format import canonical
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.header import StoredTensor, parse_header, parse_header_length
-from ..format.layout import INDEX
+from ..format.layout import INDEX, rank_index
 from ..format.manifest import FileEntry, Manifest, check_version
 from ..state.source import TensorInfo
 from ..stores.base import Reader, Store
 from ..stores.pages import page_memory
+from ..tensors.boxes import Box, local_box, local_tensor
+from .pieces import Cut, Piece, StoredWhole, cuts, read_rows
 
 __all__ = ["CheckpointSource", "read_file"]
 
@@ -52,23 +55,37 @@ class CheckpointSource:
         folder: The checkpoint's folder in it; ``""`` if the store begins there.
         manifest: Its manifest.
         progress: Called with the number of bytes of each block that was read.
+        rank: Whose part to show of what every rank has for itself. A rank that did not write it
+            sees the leader's.
     """
 
     def __init__(
-        self, store: Store, folder: str, manifest: Manifest, *, progress: Progress | None = None
+        self,
+        store: Store,
+        folder: str,
+        manifest: Manifest,
+        *,
+        progress: Progress | None = None,
+        rank: int = 0,
     ) -> None:
         self.name = manifest.name
+        self.rank = rank if rank < manifest.world_size else 0
         self.manifest = manifest
         self._store = store
         self._folder = folder
         self._progress = progress
         self._index: Mapping[str, Any] | None = None
-        self._tables: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
+        self._rank_indexes: dict[int, Mapping[str, Any]] = {}
+        self._tables: dict[str, dict[str, StoredWhole]] = {}
 
     @property
     def trees(self) -> Mapping[str, Any]:
         """Return the tree of every item."""
-        return {item: entry["tree"] for item, entry in self._items().items()}
+        return {item: self._tree(item, entry) for item, entry in self._items().items()}
+
+    def is_per_rank(self, item: str) -> bool:
+        """Return whether every rank has saved an item of its own."""
+        return bool(self._items()[item].get("home") == "each")
 
     def files(self, item: str) -> list[str]:
         """Return the parts of an item."""
@@ -79,11 +96,7 @@ class CheckpointSource:
 
     def tensors(self, item: str) -> Mapping[str, TensorInfo]:
         """Return what each dense tensor of an item is."""
-        return {k: TensorInfo(e.dtype, e.shape) for k, (_, e) in self._table(item).items()}
-
-    def entries(self, item: str) -> Mapping[str, tuple[str, StoredTensor]]:
-        """Return file and place of each dense tensor of an item."""
-        return self._table(item)
+        return {k: TensorInfo(one.code, one.shape) for k, one in self._table(item).items()}
 
     def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
         """Read tensors into existing ones. See ``StateSource.read``."""
@@ -91,19 +104,14 @@ class CheckpointSource:
         copies: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
             for item, key, destination in wanted:
-                file, entry = self._table(item)[key]
-                if entry.start == entry.stop:
-                    continue
-                target = destination
-                if destination.device.type != "cpu" or not destination.is_contiguous():
-                    target = torch.empty(destination.shape, dtype=destination.dtype, device="cpu")
-                    copies.append((destination, target))
-                flat = target.view(-1) if target.dim() else target.view(1)
-                flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
-                ranges[file].append(_Range(key, entry.start, entry.stop, flat))
+                stored, box = self._table(item)[key], local_box(destination)
+                if not box.is_empty:
+                    live = local_tensor(destination)
+                    for cut in cuts(stored, box, name=f"{self.name}: {item}/{key}"):
+                        _add_range(ranges, copies, key, cut, box, live)
             _BlockReads(self._store, self._key, self.manifest, self._progress).run(ranges)
-            for destination, target in copies:
-                destination.copy_(target)
+            for place, target in copies:
+                place.copy_(target)
 
     def _key(self, path: str) -> str:
         return f"{self._folder}/{path}" if self._folder else path
@@ -116,16 +124,48 @@ class CheckpointSource:
         items: Mapping[str, Any] = self._index["items"]
         return items
 
-    def _table(self, item: str) -> dict[str, tuple[str, StoredTensor]]:
+    def _tree(self, item: str, entry: Mapping[str, Any]) -> Any:
+        if not self.rank or not self.is_per_rank(item):
+            return entry["tree"]
+        return self._of_rank(self.rank)[item]["tree"]
+
+    def _of_rank(self, rank: int) -> Mapping[str, Any]:
+        """Return what one of several ranks wrote, by item."""
+        if rank not in self._rank_indexes:
+            file = rank_index(rank)
+            where = self._key(file)
+            data = read_file(self._store, where, self.manifest.file(file))
+            index = canonical.load(data, where=where)
+            self._rank_indexes[rank] = _check_rank_index(index, rank, self._items(), where)
+        items: Mapping[str, Any] = self._rank_indexes[rank]["items"]
+        return items
+
+    def _table(self, item: str) -> dict[str, StoredWhole]:
         table = self._tables.get(item)
         if table is None:
-            table = {}
-            for file in self.files(item):
-                for key, entry in self._header(file).items():
-                    if key in table:
-                        raise FormatError(f"{self.name}: two parts of {item} hold {key!r}.")
-                    table[key] = (file, entry)
+            is_shared = self.manifest.world_size > 1
+            table = self._table_of_ranks(item) if is_shared else self._table_of_parts(item)
             self._tables[item] = table
+        return table
+
+    def _table_of_ranks(self, item: str) -> dict[str, StoredWhole]:
+        if item not in self._items():
+            raise MissingError(f"{self.name} holds no item {item!r}.")
+        table: dict[str, StoredWhole] = {}
+        is_own = self.is_per_rank(item)
+        for rank in [self.rank] if is_own else range(self.manifest.world_size):
+            where = f"{self.name}: {rank_index(rank)}, {item}"
+            read_rows(table, self._of_rank(rank)[item]["pieces"], where=where)
+        return table
+
+    def _table_of_parts(self, item: str) -> dict[str, StoredWhole]:
+        table: dict[str, StoredWhole] = {}
+        for file in self.files(item):
+            for key, entry in self._header(file).items():
+                if key in table:
+                    raise FormatError(f"{self.name}: two parts of {item} hold {key!r}.")
+                piece = Piece(file, Box.whole(entry.shape), entry.start, entry.stop)
+                table[key] = StoredWhole(entry.dtype, entry.shape, [piece])
         return table
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
@@ -144,6 +184,28 @@ class CheckpointSource:
         finally:
             reader.close()
         return parse_header(bytes(header[8 : 8 + length]), size_bytes=entry.size_bytes, where=where)
+
+
+def _add_range(
+    ranges: dict[str, list[_Range]],
+    copies: list[tuple[Tensor, Tensor]],
+    key: str,
+    cut: Cut,
+    box: Box,
+    live: Tensor,
+) -> None:
+    """Plan to read a cut straight into live memory, or beside it where that cannot be."""
+    place = live
+    if cut.shared != box:
+        place = live[cut.shared.slices(within=box)]
+    if cut.is_dense and place.device.type == "cpu" and place.is_contiguous():
+        flat = place.view(-1) if place.dim() else place.view(1)
+        flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+    else:
+        flat = torch.empty(cut.stop - cut.start, dtype=torch.uint8, device="cpu")
+        read = flat.view(live.dtype).as_strided(cut.shared.sizes, cut.strides)
+        copies.append((place, read))
+    ranges[cut.file].append(_Range(key, cut.start, cut.stop, flat))
 
 
 def read_file(store: Store, key: str, entry: FileEntry) -> bytes:
@@ -169,6 +231,23 @@ def _check_index(index: Any, where: str) -> Mapping[str, Any]:
         files = entry.get("files") if isinstance(entry, dict) else None
         if not isinstance(files, list) or "tree" not in entry:
             raise FormatError(f"{where} is not an index.", path=where)
+    return index
+
+
+def _check_rank_index(
+    index: Any, rank: int, items: Mapping[str, Any], where: str
+) -> Mapping[str, Any]:
+    if not isinstance(index, dict) or not isinstance(index.get("items"), dict):
+        raise FormatError(f"{where} is not the index of a rank.", path=where)
+    check_version(index.get("format"), where=where)
+    found = index["items"]
+    is_right = index.get("rank") == rank and set(found) == set(items)
+    for name, entry in found.items():
+        is_each = is_right and items[name].get("home") == "each"
+        is_whole = isinstance(entry, dict) and "pieces" in entry
+        is_right = is_right and is_whole and (not is_each or "tree" in entry)
+    if not is_right:
+        raise FormatError(f"{where} is not the index of rank {rank}.", path=where)
     return index
 
 

@@ -9,6 +9,9 @@
 
 There is one arena and so at most one save in flight; a save that is due while another is being
 written waits for it. The thread that writes is no daemon: a process that ends waits for its save.
+
+Where several ranks write one run, the background threads of all ranks go through the same steps
+together, and the leader commits when every rank has written its share: see ``together.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,6 +32,7 @@ from torch import Tensor
 from ..errors import CheckpointError, FencedError, UsageError
 from ..format.layout import INDEX
 from ..format.manifest import FORMAT_VERSION, FileEntry, Manifest
+from ..ranks.team import Team
 from ..runs.publish import Claim, abandon, claim, publish
 from ..runs.sessions import Session
 from ..stores.base import Store
@@ -40,8 +44,10 @@ from ..visible import SUFFIXES
 from .arena import Arena
 from .pending import PendingSave
 from .plan import Plan, make_plan
+from .shares import own_share
 from .single import check_plain, encode_single
 from .stage import StagedPart, Stager
+from .together import Deadlines, Share, agree
 from .write import FileJob, file_job, write_files
 
 __all__ = ["SaveRequest", "Saver"]
@@ -84,10 +90,12 @@ class Saver(Generic[T]):
             before.
         on_commit: Called in the background thread after a checkpoint was committed; what it returns
             is what waiting for the save returns.
+        team: The ranks that write the run together; by default this process alone.
+        deadlines: How long ranks wait for each other.
         clock: Returns the seconds since 1970.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each thing that differs, all by keyword
         self,
         store: Store,
         session: Session,
@@ -96,8 +104,12 @@ class Saver(Generic[T]):
         compression: str = "",
         link_unchanged: bool = True,
         on_commit: Callable[[Manifest], T],
+        team: Team | None = None,
+        deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._team = None if team is None or team.world_size == 1 else team.for_thread("save")
+        self._deadlines = deadlines or Deadlines()
         self.store = store
         self.session = session
         self._layout = layout
@@ -142,7 +154,11 @@ class Saver(Generic[T]):
         if self._current is not None:
             self._current.check_done(None)
         waited_s = time.perf_counter() - started_s
-        self._plan = make_plan(items, self._plan)
+        whole, rank = items, None
+        if self._team is not None:
+            rank = self._team.rank
+            items = own_share(items, rank=rank, world_size=self._team.world_size)
+        self._plan = make_plan(items, self._plan, rank=rank)
         planned_s = time.perf_counter() - started_s - waited_s
         try:
             staged = self._stager.stage(self._plan, items)
@@ -165,18 +181,41 @@ class Saver(Generic[T]):
         self._attempt += 1
         pending: PendingSave[T] = PendingSave(request.name)
         trees = {item.name: item.tree for item in items}
-        work = _Work(request, self._attempt, staged, trees, stats, pending)
-        self._current = pending
+        share = None
+        if self._team is not None:
+            said = {"reason": request.reason, "is_final": request.is_final}
+            share = Share.of(whole, items, name=request.name, said=said)
+        work = _Work(request, self._attempt, staged, trees, stats, pending, share)
+        self._begin(work)
+        return pending
+
+    def fail(self, name: str, error: BaseException) -> None:
+        """Tell the other ranks that this one has no state to save; alone, do nothing.
+
+        They have begun a save of that name, or will, and it must fail on all ranks alike.
+        """
+        if self._team is None or self._fenced is not None:
+            return
+        if self._current is not None:
+            self._current.check_done(None)
+        self._attempt += 1
+        pending: PendingSave[T] = PendingSave(name)
+        pending.was_reported = True  # by the error itself
+        share = Share.of_error(error)
+        request = SaveRequest(name=name, reason="manual")
+        self._begin(_Work(request, self._attempt, (), {}, {}, pending, share))
+
+    def _begin(self, work: _Work[T]) -> None:
+        pending = self._current = work.pending
         try:
             threading.Thread(target=self._run, args=(work,), name="milepost-save").start()
         except BaseException as error:
             pending.fail(error)  # or whoever waits for it would wait for ever
             raise
-        return pending
 
     def _run(self, work: _Work[T]) -> None:
         try:
-            manifest = self._commit(work)
+            manifest = self._commit(work) if work.share is None else self._commit_share(work)
             work.pending.stats = work.stats
             result = self._on_commit(manifest)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
@@ -205,11 +244,75 @@ class Saver(Generic[T]):
             self._abandon(held, error)
             raise
         work.stats["commit_s"] = time.perf_counter() - started_s
-        if "/" not in held.folder:
-            self._parent = held.folder
-            for entry in manifest.files:
-                self._linkable[entry.path] = (held.folder, entry)
+        self._note_commit(manifest)
         return manifest
+
+    def _commit_share(self, work: _Work[T]) -> Manifest:
+        """Commit together with the other ranks; every rank returns the manifest, or fails alike."""
+        assert self._team is not None
+        assert work.share is not None
+        team, share, deadline_s = self._team, work.share, self._deadlines.write_s
+        agree(team, share, timeout_s=self._deadlines.meet_s)
+        held: Claim | None = None
+        started_s = time.perf_counter()
+        try:
+            held = self._claim_together(team, share.name, work.attempt)
+            work.pending.name = held.folder
+            mine = held
+
+            def write() -> list[Any]:
+                return [entry.to_json() for entry in self._write_share(mine, work)]
+
+            written = team.collect("write its share", write, timeout_s=deadline_s)
+            work.stats["write_s"] = time.perf_counter() - started_s
+            entries = [
+                FileEntry.from_json(one, where=f"rank {rank}")
+                for rank, files in enumerate(written)
+                for one in files
+            ]
+
+            def commit() -> bytes:
+                manifest = self._manifest(mine, work, entries, "milepost", team.world_size)
+                publish(self.store, self.session, manifest)
+                return manifest.to_bytes()
+
+            data = team.lead("commit", commit, timeout_s=deadline_s)
+        except BaseException as error:
+            if team.rank == 0 and held is not None and not isinstance(error, FencedError):
+                self._abandon(held, error)
+            raise
+        manifest = Manifest.from_bytes(data, where=held.folder)
+        work.stats["commit_s"] = time.perf_counter() - started_s - work.stats["write_s"]
+        self._note_commit(manifest)
+        return manifest
+
+    def _claim_together(self, team: Team, name: str, attempt: int) -> Claim:
+        def hold() -> dict[str, Any]:
+            return asdict(claim(self.store, self.session, name, attempt))
+
+        return Claim(**team.lead("claim a folder", hold, timeout_s=self._deadlines.write_s))
+
+    def _write_share(self, held: Claim, work: _Work[T]) -> list[FileEntry]:
+        """Write the parts of this rank and the table of what is in them; the leader, the trees."""
+        assert self._team is not None
+        assert work.share is not None
+        places = {
+            (part.plan.item, entry.key): (part.plan.file, entry.start, entry.stop)
+            for part in work.staged
+            for entry in part.plan.tensors
+        }
+        documents = work.share.documents(places, rank=self._team.rank, team=self._team.world_size)
+        entries, linked = self._write_parts(held, work, documents)
+        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
+        work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
+        return [*entries, *linked]
+
+    def _note_commit(self, manifest: Manifest) -> None:
+        """Remember what later checkpoints may share files with."""
+        if "/" not in manifest.name:
+            self._parent = manifest.name
+            for entry in manifest.files:
+                self._linkable[entry.path] = (manifest.name, entry)
 
     def _abandon(self, held: Claim, error: BaseException) -> None:
         """Remove what a failed attempt wrote; say so where that fails too."""
@@ -228,11 +331,21 @@ class Saver(Generic[T]):
             linked: list[FileEntry] = []
             layout = "torch"
         else:
-            entries, linked = self._write_parts(held, work)
+            entries, linked = self._write_parts(held, work, _documents(work))
             layout = "milepost"
         work.stats["write_s"] = time.perf_counter() - started_s
         work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
         work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
+        return self._manifest(held, work, [*entries, *linked], layout, 1)
+
+    def _manifest(
+        self,
+        held: Claim,
+        work: _Work[T],
+        files: Sequence[FileEntry],
+        layout: str,
+        world_size: int,
+    ) -> Manifest:
         request = work.request
         return Manifest(
             name=held.folder,
@@ -246,16 +359,18 @@ class Saver(Generic[T]):
             created_s=self._clock(),
             time=request.time,
             metrics=request.metrics,
-            world_size=1,
+            world_size=world_size,
             layout=layout,
             items=tuple(work.trees),
-            files=tuple(sorted((*entries, *linked), key=lambda entry: entry.path)),
+            files=tuple(sorted(files, key=lambda entry: entry.path)),
             software=_software(),
             notes=request.notes,
             stats=dict(work.stats),
         )
 
-    def _write_parts(self, held: Claim, work: _Work[T]) -> tuple[list[FileEntry], list[FileEntry]]:
+    def _write_parts(
+        self, held: Claim, work: _Work[T], documents: Mapping[str, bytes]
+    ) -> tuple[list[FileEntry], list[FileEntry]]:
         jobs: list[FileJob] = []
         linked: list[FileEntry] = []
         for part in work.staged:
@@ -266,7 +381,7 @@ class Saver(Generic[T]):
             plan = part.plan
             data = self._stager.arena.view(plan.arena_start, plan.arena_stop)
             jobs.append(file_job(f"{held.folder}/{plan.file}", plan.file, data))
-        for path, document in _documents(work).items():
+        for path, document in documents.items():
             jobs.append(file_job(f"{held.folder}/{path}", path, _aligned(document)))
         return write_files(self.store, jobs), linked
 
@@ -326,6 +441,7 @@ class _Work(Generic[T]):
     trees: Mapping[str, Any]
     stats: dict[str, Any]
     pending: PendingSave[T]
+    share: Share | None = None
 
 
 def layout_state(items: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ A *key* is a relative path with forward slashes. Inside a run:
     ep3/attempt.json                the claim of this folder by one attempt
     ep3/model.safetensors ...       the parts
     ep3/index.json                  trees and tensor table
+    ep3/index-r00003.json           what one of several ranks wrote
     ep3/manifest.json               the commit
     ep3/metadata.json               what users add afterwards; not part of the commit
     ep3/deleted.json                the manifest of a checkpoint that is being deleted, or the claim
@@ -43,6 +44,7 @@ __all__ = [
     "from_key",
     "part_file",
     "pin_key",
+    "rank_index",
     "safe_name",
     "session_key",
     "session_number",
@@ -156,6 +158,11 @@ def session_number(key: str) -> int | None:
 def pin_key(name: str) -> str:
     """Return the key of the pin of a checkpoint."""
     return f"{PINS}/{name}.json"
+
+
+def rank_index(rank: int) -> str:
+    """Return the file name of the table of what one of several ranks wrote."""
+    return f"index-r{rank:05d}.json"
 
 
 def part_file(item: str, *, variant: str = "", rank: int | None = None) -> str:

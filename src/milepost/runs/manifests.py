@@ -95,6 +95,10 @@ class ManifestCache:
             if known is not None:
                 self._size_bytes -= known[0].size_bytes
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self.forget_others(())
+
     def forget_others(self, names: Collection[str]) -> None:
         """Forget every checkpoint but those of these names."""
         with self._lock:

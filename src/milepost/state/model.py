@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MismatchError, UnsupportedStateError
+from ..tensors.boxes import is_sharded
 from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
 from ..tensors.unpack import leaf_tag, unpack_item
 from .names import name_cleaner, unwrap
 from .report import LoadReport, restoring
-from .source import StateSource, load_item, new_tensor
+from .source import StateSource, load_item, new_like
 
 __all__ = ["ModelPart", "load_weights"]
 
@@ -40,6 +41,11 @@ class ModelPart:
     def capture(self) -> dict[str, Any]:
         """Return the state by clean name."""
         return {clean: value for clean, (_, value) in self._live().items()}
+
+    def leaders(self) -> Collection[str]:
+        """Return the names of buffers: of several ranks the leader's are saved."""
+        clean = name_cleaner(self.module)
+        return {clean(name) for name, _ in self.module.named_buffers(remove_duplicate=False)}
 
     def frozen(self) -> Collection[str]:
         """Return the names of parameters that do not require gradients."""
@@ -151,7 +157,8 @@ class ModelPart:
             tag = tree[stored]
             if not isinstance(tag, Mapping) or tag.get("$") != "tensor":
                 return False
-            if type(value) is not Tensor or value.layout is not torch.strided:
+            is_plain = type(value) is Tensor or is_sharded(value)
+            if not is_plain or value.layout is not torch.strided:
                 return False
         if type(self.module).load_state_dict is not nn.Module.load_state_dict:
             return False
@@ -170,7 +177,7 @@ class ModelPart:
             if "dtype" not in tag and is_dtype:
                 wanted.append((item, key, value))
             else:
-                raw = new_tensor(infos[key])
+                raw = new_like(value, infos[key])
                 wanted.append((item, key, raw))
                 later.append((value, tag, {key: raw}))
         source.read(wanted)
@@ -181,7 +188,14 @@ class ModelPart:
     def _load_through_hooks(
         self, source: StateSource, item: str, matches: Mapping[str, tuple[str, Any]]
     ) -> None:
-        stored = load_item(source, item)
+        tree, infos = source.trees[item], source.tensors(item)
+        sharded = {
+            leaf_tag(tree[stored]): value
+            for stored, value in matches.values()
+            if isinstance(value, Tensor) and is_sharded(value)
+        }
+        into = {key: new_like(value, infos[key]) for key, value in sharded.items()}
+        stored = load_item(source, item, into=into)
         state = {own: stored[name] for own, (name, _) in matches.items()}
         self.module.load_state_dict(state, strict=self.strict)
 

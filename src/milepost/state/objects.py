@@ -10,7 +10,7 @@ from .parts import Part
 from .report import LoadReport
 from .source import StateSource, load_item, subtree
 
-__all__ = ["GroupPart", "ObjectPart", "Stateful", "Value", "ValuePart"]
+__all__ = ["GroupPart", "ObjectPart", "PerRank", "Stateful", "Value", "ValuePart"]
 
 
 @runtime_checkable
@@ -41,6 +41,17 @@ class Value:
     def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:  # noqa: A002
         self.get = get
         self.set = set
+
+
+class PerRank:
+    """Says that an object is a rank's own: each rank saves it, and each gets its own back.
+
+    Args:
+        target: Anything that can be tracked.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
 
 
 class ObjectPart:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..tensors.boxes import is_sharded
+from ..tensors.unpack import leaf_tag
 from .names import ParameterNames
 from .report import LoadReport
-from .source import StateSource, load_item
+from .source import StateSource, load_item, new_like
 
 __all__ = ["OptimizerPart"]
 
@@ -79,7 +81,7 @@ class OptimizerPart:
 
     def apply(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Restore state and group options, each to the parameter of the same name."""
-        stored = load_item(source, item)
+        stored = load_item(source, item, into=self._sharded(source, item))
         if type(self.optimizer).load_state_dict is Optimizer.load_state_dict:
             self._restore_options(stored)
             self._restore_state(stored)
@@ -88,6 +90,20 @@ class OptimizerPart:
         report.loaded.extend(
             f"{item}: {name}" for names in self._names_by_group(_names(stored)) for name in names
         )
+
+    def _sharded(self, source: StateSource, item: str) -> dict[str, Tensor]:
+        """Return tensors to read state into that is sharded as its parameter is, by key."""
+        tree, infos = source.trees[item], source.tensors(item)
+        found: dict[str, Tensor] = {}
+        live = self._names_by_group({n for g in tree["param_groups"] for n in g["params"]})
+        for names, group in zip(live, self.optimizer.param_groups, strict=True):
+            for name, parameter in zip(names, group["params"], strict=True):
+                state = tree["state"].get(name) if is_sharded(parameter) else None
+                for tag in state.values() if isinstance(state, Mapping) else ():
+                    key = leaf_tag(tag) if _is_plain(tag) else ""
+                    if key in infos and infos[key].shape == tuple(parameter.shape):
+                        found[key] = new_like(parameter.detach(), infos[key])
+        return found
 
     def reapply_options(self, source: StateSource, item: str) -> None:
         """Restore the options of the groups once more, after a scheduler was built upon them."""
@@ -154,6 +170,10 @@ class OptimizerPart:
         state.update(stored.get("other", {}))
         rest = {k: v for k, v in stored.items() if k not in ("state", "param_groups", "other")}
         self.optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
+
+
+def _is_plain(tag: Any) -> bool:
+    return isinstance(tag, Mapping) and tag.get("$") == "tensor" and "dtype" not in tag
 
 
 def _names(stored: Mapping[str, Any]) -> set[str]:

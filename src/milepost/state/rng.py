@@ -7,6 +7,7 @@ it, and some read beyond the end of their memory if a position in it is too larg
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import sys
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..errors import FormatError
 from ..tensors.generators import NUM_WORDS, byte_tensors, checked_state
 
-__all__ = ["apply_rng", "capture_rng", "preserve_rng"]
+__all__ = ["apply_rng", "capture_rng", "derived_rng", "preserve_rng"]
 
 RngState = Mapping[str, Any]
 
@@ -74,6 +75,44 @@ def apply_rng(state: RngState) -> None:
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)
     _apply_accelerators(accelerators)
+
+
+def derived_rng(state: RngState, rank: int) -> dict[str, Any]:
+    """Return a state for a rank that has none of its own, made from that of another rank.
+
+    Args:
+        state: The state of the other rank.
+        rank: The rank that needs one: each gets another.
+    """
+    import numpy as np
+
+    digest = hashlib.blake2b(rank.to_bytes(8, "little"), digest_size=32)
+    digest.update(state["torch"].numpy().tobytes())
+    seed = digest.digest()
+    words = np.frombuffer(seed, dtype="<u4")
+    fresh = np.random.RandomState(words)
+    kind, keys, position, has_gauss, gauss = fresh.get_state(legacy=True)
+    return {
+        "python": random.Random(seed).getstate(),  # noqa: S311 - no secret
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        },
+        "torch": torch.Generator().manual_seed(int.from_bytes(seed[:8], "little")).get_state(),
+        "accelerator": _derived_accelerators(seed),
+    }
+
+
+def _derived_accelerators(seed: bytes) -> list[Tensor]:
+    module = _accelerator()
+    if module is None or not module.is_available():
+        return []
+    number = int.from_bytes(seed[:8], "little")
+    kind = module.__name__.rpartition(".")[2]
+    return [torch.Generator(device=kind).manual_seed(number).get_state()]
 
 
 @contextmanager

@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, MissingError
+from ..tensors.boxes import Box, is_sharded, local_box, local_tensor
 from ..tensors.dtypes import dtype_of_code
 from ..tensors.pack import PackedItem, pack_item
 from ..tensors.unpack import leaf_keys, unpack_item
 
-__all__ = ["MemorySource", "StateSource", "TensorInfo", "load_item", "new_tensor", "subtree"]
+__all__ = [
+    "MemorySource",
+    "StateSource",
+    "TensorInfo",
+    "load_item",
+    "new_like",
+    "new_tensor",
+    "subtree",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,8 @@ class StateSource(Protocol):
         """Read tensors into existing ones.
 
         Args:
-            wanted: ``(item, key, destination)``; the destination has the stored dtype and shape.
+            wanted: ``(item, key, destination)``; the destination has the stored dtype and shape. Of
+                a sharded one only the piece that this rank holds is read.
 
         Raises:
             DamagedError: Bytes that do not match their checksum.
@@ -91,6 +101,10 @@ class MemorySource:
         with torch.no_grad():
             for item, key, destination in wanted:
                 source = self._leaves[item][key].tensor
+                if is_sharded(destination):
+                    box = local_box(destination)
+                    source = source[box.slices(within=Box.whole(source.shape))]
+                    destination = local_tensor(destination)  # noqa: PLW2901
                 if destination.dtype is torch.uint8 and source.dtype is not torch.uint8:
                     raw = source.contiguous().reshape(-1).view(torch.uint8)
                     source = raw.view(destination.shape)
@@ -113,6 +127,19 @@ def new_tensor(info: TensorInfo) -> Tensor:
         raise  # a possible shape: there is not enough memory for it
 
 
+def new_like(value: Tensor, info: TensorInfo) -> Tensor:
+    """Return an uninitialised tensor of the stored dtype, sharded as another one is.
+
+    Args:
+        value: The other one, of the stored shape.
+        info: What is stored.
+    """
+    dtype = dtype_of_code(info.code)
+    if not is_sharded(value) or dtype is None:
+        return new_tensor(info)
+    return torch.empty_like(value, dtype=dtype)
+
+
 def _check_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     try:
         torch.empty(shape, dtype=dtype, device="meta")  # takes no memory
@@ -120,8 +147,13 @@ def _check_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         raise FormatError(f"No tensor can have the stored shape {list(shape)}: {error}.") from error
 
 
-def load_item(source: StateSource, item: str) -> Any:
+def load_item(source: StateSource, item: str, *, into: Mapping[str, Tensor] | None = None) -> Any:
     """Read one item whole and put it together.
+
+    Args:
+        source: Where it is stored.
+        item: The item.
+        into: Tensors to read into by key, such as sharded ones; for the others new ones are made.
 
     Raises:
         MissingError: The source has no such item, or the tree names a tensor that is not there.
@@ -132,7 +164,8 @@ def load_item(source: StateSource, item: str) -> Any:
             f"{source.name} holds no item {item!r}.", hint=f"It holds {sorted(source.trees)}."
         )
     infos = source.tensors(item)
-    made = {key: new_tensor(info) for key, info in infos.items()}
+    given = into or {}
+    made = {key: given[key] if key in given else new_tensor(one) for key, one in infos.items()}
     source.read([(item, key, tensor) for key, tensor in made.items()])
 
     def get(key: str) -> Tensor:

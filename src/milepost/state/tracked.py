@@ -14,10 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import DuplicateNameError, UsageError
-from ..tensors.pack import PackedItem, pack_item
+from ..progress.timer import Timer
+from ..tensors.pack import Home, PackedItem, pack_item
+from .loader import ResumableLoader
 from .model import ModelPart
 from .names import ParameterNames, unwrap
-from .objects import GroupPart, ObjectPart, Stateful, Value, ValuePart
+from .objects import GroupPart, ObjectPart, PerRank, Stateful, Value, ValuePart
 from .optimizer import OptimizerPart
 from .parts import Part
 from .report import LoadReport, restoring
@@ -58,6 +60,7 @@ class Tracked:
         self.strict = strict
         self._objects: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
+        self._homes: dict[str, Home] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
@@ -84,8 +87,13 @@ class Tracked:
                 hint=f"Give the second one a name of its own: track({name}_2=...).",
                 name=name,
             )
+        home: Home = "leader" if isinstance(target, Timer) else "all"
+        if isinstance(target, PerRank | ResumableLoader):
+            home = "each"
+        if isinstance(target, PerRank):
+            target = target.target
         self._parts[name] = self._part(name, target)
-        self._objects[name] = target
+        self._objects[name], self._homes[name] = target, home
 
     def parameter_names(self) -> ParameterNames:
         """Return the names of the parameters of all tracked models, as they are now."""
@@ -126,7 +134,13 @@ class Tracked:
             UnsupportedStateError: A value that cannot be stored; the message leads to it.
         """
         items = [
-            pack_item(name, part.capture(), frozen=part.frozen())
+            pack_item(
+                name,
+                part.capture(),
+                frozen=part.frozen(),
+                leaders=part.leaders() if isinstance(part, ModelPart) else (),
+                home=self._homes[name],
+            )
             for name, part in self._parts.items()
         ]
         return [*items, pack_item("setup", capture_setup(self._objects))]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +20,10 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import UnsupportedStateError
 from ..format import tree
+from .boxes import Box, is_sharded, local_box, local_tensor, replicas_of
 from .dtypes import CODES, dtype_name, named_dtype
 
-__all__ = ["Leaf", "PackedItem", "pack_item"]
+__all__ = ["Home", "Leaf", "PackedItem", "pack_item"]
 
 INLINE_ARRAY_BYTES = 16 * 1024
 """Numpy arrays up to this size stay in the tree; larger ones go to the part like tensors."""
@@ -34,17 +35,26 @@ _PLAIN_TENSORS: tuple[type, ...] = (
 )
 
 
+Home = Literal["all", "each", "leader"]
+"""Whose an item is, of several ranks: the same on all of them, of each its own, or the leader's."""
+
+
 @dataclass(slots=True)
 class Leaf:
     """One dense tensor to store.
 
     Attributes:
-        key: Its name in the part.
-        tensor: The live tensor, detached, of any device and stride.
+        key: Its name in the tree.
+        tensor: The live tensor, detached, of any device and stride; of a sharded one the piece that
+            this rank holds.
         code: Dtype code in the container.
         shape: Shape in the container; one dimension more than the tensor's for raw bytes.
         num_bytes: Bytes in the part.
+        box: Which piece of the whole it is, in the dimensions of the container.
+        whole_shape: Shape of the whole in the container.
+        replicas: The ranks that hold this very piece; ``None`` for all ranks.
         is_frozen: Whether it belongs to what the run does not train.
+        is_leaders: Whether it is the leader's, though other ranks have something of that name.
     """
 
     key: str
@@ -52,7 +62,18 @@ class Leaf:
     code: str
     shape: tuple[int, ...]
     num_bytes: int
+    box: Box
+    whole_shape: tuple[int, ...]
+    replicas: tuple[int, ...] | None = None
     is_frozen: bool = False
+    is_leaders: bool = False
+
+    @property
+    def part_key(self) -> str:
+        """Return its name in the part: that of a piece says where it begins."""
+        if self.shape == self.whole_shape:
+            return self.key
+        return f"{self.key}@{'x'.join(map(str, self.box.offsets))}"
 
 
 @dataclass(slots=True)
@@ -63,20 +84,31 @@ class PackedItem:
         name: Name of the item.
         tree: The JSON that stands for its structure.
         leaves: The tensors that the tree refers to.
+        home: Whose it is.
     """
 
     name: str
     tree: Any
     leaves: list[Leaf] = field(default_factory=list)
+    home: Home = "all"
 
 
-def pack_item(name: str, value: Any, *, frozen: Iterable[str] = ()) -> PackedItem:
+def pack_item(
+    name: str,
+    value: Any,
+    *,
+    frozen: Iterable[str] = (),
+    leaders: Iterable[str] = (),
+    home: Home = "all",
+) -> PackedItem:
     """Take one item apart.
 
     Args:
         name: Name of the item.
         value: Nested containers, numbers, arrays and tensors.
         frozen: Keys of tensors that the run does not train.
+        leaders: Keys of tensors that are saved as the leader has them.
+        home: Whose it is.
 
     Raises:
         UnsupportedStateError: A value that cannot be stored; the message leads to it.
@@ -87,7 +119,10 @@ def pack_item(name: str, value: Any, *, frozen: Iterable[str] = ()) -> PackedIte
     if names:
         for leaf in packer.leaves.values():
             leaf.is_frozen = packer.aliases[leaf.key] <= names
-    return PackedItem(name, packed, list(packer.leaves.values()))
+    for key in leaders:
+        if key in packer.leaves:
+            packer.leaves[key].is_leaders = True
+    return PackedItem(name, packed, list(packer.leaves.values()), home)
 
 
 class _Packer:
@@ -130,6 +165,8 @@ class _Packer:
         return {"$": "numpy.tensor", "tensor": self._dense(path, dense)}
 
     def _tensor(self, path: tree.Path, value: Tensor) -> Any:
+        if is_sharded(value) and value.device.type != "meta":
+            return self._dense(path, value.detach())
         if type(value) not in _PLAIN_TENSORS or value.device.type == "meta" or value.is_nested:
             raise UnsupportedStateError(
                 f"{tree.path_text(path)} is a {_describe(value)} without storable values.",
@@ -201,12 +238,20 @@ class _Packer:
         key = self._seen.get(identity) if identity else None
         if key is None:
             key = self._free_key(plain_key)
-            shape = tuple(value.shape)
-            num_bytes = value.numel() * value.itemsize
+            box, whole, local = local_box(value), tuple(value.shape), local_tensor(value)
             if code is None:
-                code, shape = "U8", (*shape, value.itemsize)
-            resolved = value.resolve_conj().resolve_neg()
-            self.leaves[key] = Leaf(key, resolved, code, shape, num_bytes)
+                code, whole = "U8", (*whole, value.itemsize)
+                box = Box((*box.offsets, 0), (*box.sizes, value.itemsize))
+            self.leaves[key] = Leaf(
+                key,
+                local.resolve_conj().resolve_neg(),
+                code,
+                box.sizes,
+                local.numel() * local.itemsize,
+                box,
+                whole,
+                replicas_of(value),
+            )
             self.aliases[key] = set()
             if identity:
                 self._seen[identity] = key
@@ -216,7 +261,7 @@ class _Packer:
         tag: dict[str, Any] = {"$": "tensor", "key": key}
         if CODES.get(value.dtype) is None:
             tag["dtype"] = name
-        if not value.is_contiguous() and _is_dense(value):
+        if not is_sharded(value) and not value.is_contiguous() and _is_dense(value):
             tag["stride"] = list(value.stride())
         return tag
 
@@ -238,6 +283,11 @@ _COMPRESSED: dict[torch.layout, str] = {
 
 def _identity(value: Tensor) -> tuple[Any, ...] | None:
     """Return what two tensors share if they are one and the same memory, or ``None`` if empty."""
+    if is_sharded(value):
+        # A piece may be empty here and not elsewhere, and yet every rank must find the same.
+        local = local_tensor(value)
+        memory = local.untyped_storage()._cdata
+        return ("sharded", memory, local.storage_offset(), value.dtype, tuple(value.shape))
     if value.numel() == 0:
         return None
     return (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
 
 from ..checkpoint import Checkpoint, Run, open_checkpoint, open_source, run_store
 from ..engine.signals import StopSignals
@@ -197,6 +200,7 @@ class Session:
         from ..checkpointer import Checkpointer
 
         assert self._folder is not None
+        _refuse_several_workers()
         checkpointer = Checkpointer(
             self._folder,
             resume=self._resume,
@@ -280,3 +284,16 @@ def _has_state(listener: object) -> bool:
     """Return whether a listener keeps a state: it has a ``state_dict`` of its own."""
     own = type(listener).state_dict  # type: ignore[attr-defined]
     return own is not Callback.state_dict and own is not Algorithm.state_dict
+
+
+def _refuse_several_workers() -> None:
+    """Refuse to start in one of several processes, which the events do not agree about yet."""
+    is_grouped = dist.is_available() and dist.is_initialized()
+    world_size = dist.get_world_size() if is_grouped else int(os.environ.get("WORLD_SIZE") or 1)
+    if world_size > 1:
+        raise UsageError(
+            "This is one of several workers, and the Trainer trains in one process in this "
+            "version.",
+            safe="Nothing was touched.",
+            hint="Use the Checkpointer in a loop of your own: it saves from all workers together.",
+        )

@@ -1,0 +1,209 @@
+"""A save of several ranks: what each contributes, and that all of them mean the same.
+
+    on every rank, in the background         a stop or an error on any rank
+    agree: same name, same structure         nothing was written anywhere
+    the leader claims a folder               an attempt that the next session sweeps
+    every rank writes its share              the same; the leader abandons the attempt
+    the leader commits                       as with one rank: see ``runs/publish.py``
+
+Every step has a deadline and ends alike on all ranks. No collective of the training is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import MismatchError
+from ..format.digest import crc32c
+from ..format.layout import INDEX, rank_index
+from ..format.manifest import FORMAT_VERSION
+from ..ranks.team import Team
+from ..tensors.pack import PackedItem
+from .pieces import piece_rows
+
+__all__ = ["Deadlines", "Share", "agree"]
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """How long ranks wait for each other, in seconds.
+
+    Attributes:
+        meet_s: For a rank that has not come to the same save or restore yet.
+        write_s: For a rank that reads or writes its share.
+    """
+
+    meet_s: float = 45.0
+    write_s: float = 1800.0
+
+
+@dataclass(slots=True)
+class Share:
+    """What one rank contributes to a save.
+
+    Attributes:
+        name: The wanted name.
+        facts: What must be equal on all ranks.
+        whole: The items as this rank has them, without values.
+        own: The items with the leaves that this rank writes.
+        error: Why this rank has nothing to contribute.
+    """
+
+    name: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    whole: Sequence[PackedItem] = ()
+    own: Sequence[PackedItem] = ()
+    error: BaseException | None = None
+
+    @classmethod
+    def of(
+        cls,
+        whole: Sequence[PackedItem],
+        own: Sequence[PackedItem],
+        *,
+        name: str,
+        said: Mapping[str, Any],
+    ) -> Share:
+        """Describe what this rank has and writes.
+
+        Args:
+            whole: The items as this rank has them.
+            own: The items with the leaves that this rank writes.
+            name: The wanted name.
+            said: What else must be equal on all ranks.
+        """
+        facts = {
+            "name": name,
+            **said,
+            "items": {item.name: [item.home, _structure(item)] for item in whole},
+        }
+        return cls(name, facts, whole, own)
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> Share:
+        """Describe a rank that has no state to save."""
+        return cls("", error=error)
+
+    def documents(
+        self, places: Mapping[tuple[str, str], tuple[str, int, int]], *, rank: int, team: int
+    ) -> dict[str, bytes]:
+        """Return the JSON files that this rank writes, by path."""
+        table: dict[str, Any] = {}
+        for item in self.own:
+            found = {key: place for (name, key), place in places.items() if name == item.name}
+            entry: dict[str, Any] = {"pieces": piece_rows(item.leaves, found)}
+            if item.home == "each":
+                entry["tree"] = item.tree
+            table[item.name] = entry
+        documents = {
+            rank_index(rank): _json({"format": FORMAT_VERSION, "rank": rank, "items": table})
+        }
+        if rank == 0:
+            items = {
+                item.name: {"tree": item.tree, "files": [], "home": item.home}
+                for item in self.whole
+            }
+            index = {"format": FORMAT_VERSION, "ranks": team, "items": items}
+            documents[INDEX] = _json(index)
+        return documents
+
+
+def agree(team: Team, share: Share, *, timeout_s: float) -> None:
+    """Make sure that every rank saves the same thing.
+
+    Raises:
+        RankFailedError: A rank has no state to save; the same error on every rank.
+        MismatchError: The ranks have different names or structures; naming what differs.
+        DeadlineError: A rank does not take part.
+    """
+
+    def facts() -> dict[str, Any]:
+        if share.error is not None:
+            raise share.error
+        return share.facts
+
+    found = team.collect("save", facts, timeout_s=timeout_s)
+    differing = [key for key in found[0] if any(one[key] != found[0][key] for one in found)]
+    if not differing:
+        return
+    if "items" not in differing:
+        said = "; ".join(
+            f"{key} is {found[0][key]!r} on rank 0 and {one[key]!r} on rank {rank}"
+            for key in differing
+            for rank, one in enumerate(found)
+            if one[key] != found[0][key]
+        )
+        raise _divergence(said)
+    names = sorted(
+        {
+            name
+            for one in found
+            for name in {*one["items"], *found[0]["items"]}
+            if one["items"].get(name) != found[0]["items"].get(name)
+        }
+    )
+    # Rarely needed, and then worth the way: which of the values it is.
+    leaves = team.collect("compare its state", lambda: _leaves(share, names), timeout_s=timeout_s)
+    paths = sorted(
+        {
+            path
+            for one in leaves
+            for path in {*one, *leaves[0]}
+            if one.get(path) != leaves[0].get(path)
+        }
+    )
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    listed = ", ".join(paths[:_SHOWN]) + more
+    raise _divergence(f"they have different values of {listed or ', '.join(names)}")
+
+
+def _divergence(said: str) -> MismatchError:
+    return MismatchError(
+        f"The ranks do not save the same: {said}.",
+        safe="Nothing was committed; earlier checkpoints are intact.",
+        hint="Make the values equal, or declare them as a rank's own: milepost.PerRank(object).",
+    )
+
+
+def _structure(item: PackedItem) -> int:
+    """Return a checksum of what must be equal on all ranks of an item; 0 where nothing must."""
+    if item.home != "all":
+        return 0
+    return crc32c(_json([item.tree, _described(item)]))
+
+
+def _described(item: PackedItem) -> list[Any]:
+    return [[leaf.key, leaf.code, list(leaf.whole_shape), leaf.is_leaders] for leaf in item.leaves]
+
+
+def _leaves(share: Share, names: Iterable[str]) -> dict[str, int]:
+    """Return a checksum of each value in some items, by its path."""
+    found: dict[str, int] = {}
+    wanted = set(names)
+    for item in share.whole:
+        if item.name in wanted and item.home == "all":
+            _walk(item.name, item.tree, found)
+            for row in _described(item):
+                found[f"{item.name}/{row[0]}"] = crc32c(_json(row))
+    return found
+
+
+def _walk(path: str, value: Any, found: dict[str, int]) -> None:
+    if isinstance(value, dict) and "$" not in value:
+        for key, member in value.items():
+            _walk(f"{path}/{key}", member, found)
+    elif isinstance(value, list):
+        for index, member in enumerate(value):
+            _walk(f"{path}/{index}", member, found)
+    else:
+        found[path] = crc32c(_json(value))
+
+
+def _json(value: Any) -> bytes:
+    """Encode without sorting: the order of a dict is part of the state."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")

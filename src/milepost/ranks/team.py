@@ -1,0 +1,334 @@
+"""The team: the ranks that write one run together, and how they agree.
+
+Two ways to agree, both with a deadline, and both safe to use in a background thread:
+
+``lead``     the leader (rank 0) does something, and every rank gets its result.
+``collect``  every rank does something, and every rank gets all results.
+
+An error on any rank comes out on every rank as the same summary, also where a rank does not come:
+whoever waits for it says for whom. Every rank must ask for the same things in the same order; each
+is known by its number and its task, and a rank that asks for another thing is told so.
+
+The messages go through a key-value server of our own, which lives in the leader's process. A save
+and the training use it at the same time: each thread has its own connection.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+
+if dist.is_available():
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import _get_default_store
+
+from ..errors import CheckpointError, DeadlineError, RankFailedError, UsageError
+from .outcome import Outcome, raise_failures
+
+__all__ = ["Solo", "StoreTeam", "Team", "join_team"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("milepost")
+
+_KEPT_TASKS = 64
+_FOLLOWER_MARGIN_S = 10.0
+_JOIN_TIMEOUT_S = 60.0
+_num_joined = 0
+
+
+class Team(Protocol):
+    """The ranks that write one run."""
+
+    rank: int
+    world_size: int
+
+    def lead(self, task: str, work: Callable[[], T], *, timeout_s: float) -> T:
+        """Have the leader do something; return its result, or raise its error, on every rank."""
+
+    def collect(self, task: str, work: Callable[[], T], *, timeout_s: float) -> list[T]:
+        """Do something on every rank; return every result by rank, or raise for those that failed.
+
+        Raises:
+            RankFailedError: Some ranks failed, the same error on every rank.
+            DeadlineError: Some ranks did not come within ``timeout_s`` seconds.
+        """
+
+    def for_thread(self, name: str) -> Team:
+        """Return a team of the same ranks whose tasks are counted apart, for another thread."""
+
+    def leave(self, *, timeout_s: float) -> None:
+        """Leave for good. The leader stays until the others have left, or the time is over."""
+
+
+class Solo:
+    """A team of one."""
+
+    rank = 0
+    world_size = 1
+
+    def lead(self, task: str, work: Callable[[], T], *, timeout_s: float) -> T:
+        """Do it."""
+        del task, timeout_s
+        return work()
+
+    def collect(self, task: str, work: Callable[[], T], *, timeout_s: float) -> list[T]:
+        """Do it."""
+        del task, timeout_s
+        return [work()]
+
+    def for_thread(self, name: str) -> Solo:
+        """Return itself."""
+        del name
+        return self
+
+    def leave(self, *, timeout_s: float) -> None:
+        """Do nothing."""
+        del timeout_s
+
+
+class _Server:
+    """Connections to the key-value server, one for each thread."""
+
+    def __init__(self, host: str, port: int, server: TCPStore | None) -> None:
+        self._address = (host, port)
+        self._server = server  # held: it ends with the last reference
+        self._local = threading.local()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._connection().set(key, value.decode("ascii"))
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return a value as soon as it is there.
+
+        Raises:
+            DeadlineError: It did not come.
+            RankFailedError: The leader is gone.
+        """
+        connection = self._connection()
+        try:
+            connection.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
+            return bytes(connection.get(key))
+        except dist.DistStoreError as error:
+            raise DeadlineError(f"{key} did not come within {timeout_s:g} s.", key=key) from error
+        except RuntimeError as error:
+            raise _leader_gone(error) from error
+
+    def forget(self, key: str) -> None:
+        self._connection().delete_key(key)
+
+    def close(self) -> None:
+        """Let go of everything, while the interpreter is whole: it ends threads of torch."""
+        self._local = threading.local()
+        self._server = None
+
+    def _connection(self) -> TCPStore:
+        found: TCPStore | None = getattr(self._local, "connection", None)
+        if found is None:
+            host, port = self._address
+            try:
+                found = TCPStore(
+                    host, port, is_master=False, timeout=timedelta(seconds=_JOIN_TIMEOUT_S)
+                )
+            except RuntimeError as error:
+                raise _leader_gone(error) from error
+            self._local.connection = found
+        return found
+
+
+def _leader_gone(error: BaseException) -> RankFailedError:
+    return RankFailedError(
+        f"Rank 0 cannot be reached any more: {error}",
+        safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
+        hint="Look at the log of rank 0, and start all ranks again.",
+        rank=0,
+    )
+
+
+class StoreTeam:
+    """A team that talks through a key-value server.
+
+    Args:
+        server: The server.
+        rank: This rank.
+        world_size: The number of ranks.
+        name: Prefix of all keys.
+    """
+
+    def __init__(self, server: _Server, rank: int, world_size: int, name: str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._server = server
+        self._name = name
+        self._count = 0
+        self._posted: deque[str] = deque()
+
+    def for_thread(self, name: str) -> StoreTeam:
+        """Return a team of the same ranks whose tasks are counted apart."""
+        return StoreTeam(self._server, self.rank, self.world_size, f"{self._name}/{name}")
+
+    def lead(self, task: str, work: Callable[[], T], *, timeout_s: float) -> T:
+        """Have the leader do something; see :class:`Team`."""
+        key = self._next_key()
+        if self.rank != 0:
+            outcome = self._wait_for_leader(key, task, timeout_s)
+            if outcome.is_failure:
+                raise outcome.exception()
+            return outcome.value  # type: ignore[no-any-return]
+        try:
+            value = work()
+        except BaseException as error:
+            self._post(key, Outcome.of_error(0, task, error).to_bytes())
+            raise
+        self._post(key, Outcome(0, value, task=task).to_bytes())
+        return value
+
+    def collect(self, task: str, work: Callable[[], T], *, timeout_s: float) -> list[T]:
+        """Do something on every rank; see :class:`Team`."""
+        key = self._next_key()
+        own: BaseException | None = None
+        try:
+            outcome = Outcome(self.rank, work(), task=task)
+        except BaseException as error:  # noqa: BLE001 - told to every rank, and raised on each
+            own, outcome = error, Outcome.of_error(self.rank, task, error)
+        if self.rank == 0:
+            outcomes = self._gather(key, task, outcome, timeout_s)
+        else:
+            self._post(f"{key}/{self.rank}", outcome.to_bytes())
+            gathered = self._wait_for_leader(key, task, timeout_s + _FOLLOWER_MARGIN_S)
+            if gathered.is_failure:
+                raise gathered.exception()
+            outcomes = [Outcome.from_bytes(data) for data in gathered.value]
+        try:
+            raise_failures(task, outcomes, rank=self.rank)
+        except Exception as error:
+            if own is not None and type(own) is type(error):
+                raise own from None  # with its facts and its cause
+            raise error from own
+        return [one.value for one in outcomes]
+
+    def leave(self, *, timeout_s: float) -> None:
+        """Leave for good; see :class:`Team`."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            if self.rank != 0:
+                self._server.set(f"{self._name}/left/{self.rank}", b"")
+            else:
+                for rank in range(1, self.world_size):
+                    self._server.get(f"{self._name}/left/{rank}", deadline_s - time.monotonic())
+        except CheckpointError as error:
+            _log.info("Left the other ranks without a goodbye: %s", error)
+        self._server.close()
+
+    def _gather(self, key: str, task: str, own: Outcome, timeout_s: float) -> list[Outcome]:
+        deadline_s = time.monotonic() + timeout_s
+        answers: list[bytes] = [own.to_bytes()]
+        missing: list[int] = []
+        for rank in range(1, self.world_size):
+            place = f"{key}/{rank}"
+            try:
+                answers.append(self._server.get(place, deadline_s - time.monotonic()))
+                self._server.forget(place)
+            except DeadlineError:
+                missing.append(rank)
+        if missing:
+            error = _missing(task, missing, timeout_s, own)
+            self._post(key, Outcome.of_error(0, task, error).to_bytes())
+            raise error
+        outcomes = [Outcome.from_bytes(data) for data in answers]
+        others = {one.rank: one.task for one in outcomes if one.task != task}
+        if others:
+            apart = _apart(task, others)
+            self._post(key, Outcome.of_error(0, task, apart).to_bytes())
+            raise apart
+        self._post(key, Outcome(0, answers, task=task).to_bytes())
+        return outcomes
+
+    def _wait_for_leader(self, key: str, task: str, timeout_s: float) -> Outcome:
+        try:
+            outcome = Outcome.from_bytes(self._server.get(key, timeout_s))
+        except DeadlineError:
+            raise _missing(task, [0], timeout_s, None) from None
+        if outcome.task != task:
+            raise _apart(task, {0: outcome.task})
+        return outcome
+
+    def _next_key(self) -> str:
+        self._count += 1
+        return f"{self._name}/{self._count}"
+
+    def _post(self, key: str, data: bytes) -> None:
+        """Post a message, and take back one that every rank has read long ago."""
+        self._server.set(key, data)
+        self._posted.append(key)
+        if len(self._posted) > _KEPT_TASKS:
+            self._server.forget(self._posted.popleft())
+
+
+def _apart(task: str, others: dict[int, str]) -> RankFailedError:
+    rank, other = next(iter(others.items()))
+    return RankFailedError(
+        f"The ranks do not do the same: here it is to {task}, and on rank {rank} to {other}.",
+        safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
+        hint="Every rank must save and restore at the same points, in the same order.",
+        ranks=list(others),
+    )
+
+
+def _missing(task: str, ranks: list[int], timeout_s: float, own: Outcome | None) -> DeadlineError:
+    named = ", ".join(map(str, ranks))
+    also = f" Rank 0 itself failed: {own.what}" if own is not None and own.is_failure else ""
+    return DeadlineError(
+        f"Rank {named} did not come within {timeout_s:g} s to {task}.{also}",
+        safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
+        hint="Every rank must save and restore at the same points; a rank that failed says so in "
+        "its own log.",
+        ranks=ranks,
+        task=task,
+    )
+
+
+def join_team() -> Team:
+    """Join the ranks of the process group, or be alone where there is none.
+
+    Every rank must call it. The leader opens a server on a free port of its machine.
+
+    Raises:
+        UsageError: The environment says that there are several workers, and there is no process
+            group.
+    """
+    global _num_joined  # noqa: PLW0603 - as many times on every rank, so that it names the team
+    is_grouped = dist.is_available() and dist.is_initialized()
+    world_size = dist.get_world_size() if is_grouped else 1
+    expected = int(os.environ.get("WORLD_SIZE", "1") or "1")
+    if expected > 1 and not is_grouped:
+        raise UsageError(
+            f"This is one of {expected} workers (WORLD_SIZE), and they have no process group.",
+            safe="Nothing was touched.",
+            hint="Call torch.distributed.init_process_group() before the run is opened.",
+        )
+    if world_size == 1:
+        return Solo()
+    _num_joined += 1
+    rank = dist.get_rank()
+    meeting = PrefixStore(f"milepost/{_num_joined}", _get_default_store())
+    server: TCPStore | None = None
+    if rank == 0:
+        host = os.environ.get("MASTER_ADDR", "") or "127.0.0.1"
+        server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        meeting.set("address", json.dumps([host, server.port]))
+    try:
+        meeting.wait(["address"], timedelta(seconds=_JOIN_TIMEOUT_S))
+    except dist.DistStoreError as error:
+        raise _missing("open the run", [0], _JOIN_TIMEOUT_S, None) from error
+    host, port = json.loads(meeting.get("address"))
+    return StoreTeam(_Server(host, port, server), rank, world_size, "team")

@@ -1,0 +1,142 @@
+"""Several ranks on one machine, for tests: each a process of its own in one gloo group."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeadlineError
+
+__all__ = ["RankResult", "Ranks", "run_ranks"]
+
+_FRAME = """
+import json, os, sys
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo")
+results = {{}}
+def give(**values):
+    results.update(values)
+    with open({results!r} + f"/rank-{{rank}}.json", "w") as file:
+        json.dump(results, file)
+{body}
+dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """How one rank ended.
+
+    Attributes:
+        code: Its exit code; negative for a signal.
+        output: What it printed, errors included.
+        given: What it passed to ``give``.
+    """
+
+    code: int
+    output: str
+    given: dict[str, Any]
+
+
+class Ranks:
+    """Ranks that are running.
+
+    Args:
+        body: Python source that each rank runs inside the group. It sees ``rank``,
+            ``world_size``, ``dist``, ``torch`` and ``give(**values)``, whose values must be JSON.
+        num_ranks: How many.
+        env: More environment variables.
+    """
+
+    def __init__(self, body: str, num_ranks: int, *, env: dict[str, str] | None = None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="milepost-ranks-")
+        source = _FRAME.format(results=self._folder.name, body=textwrap.dedent(body))
+        script = Path(self._folder.name) / "rank.py"
+        script.write_text(source)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes: list[subprocess.Popen[str]] = []
+        self._logs: list[Path] = []
+        for rank in range(num_ranks):
+            log = Path(self._folder.name) / f"rank-{rank}.log"
+            variables = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                **(env or {}),
+            }
+            with log.open("w") as stream:
+                self.processes.append(
+                    subprocess.Popen(  # noqa: S603 - our own source
+                        [sys.executable, str(script)],
+                        env=variables,
+                        stdout=stream,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
+                )
+            self._logs.append(log)
+
+    def wait(self, timeout_s: float = 120.0) -> list[RankResult]:
+        """Wait for all ranks to end; at the deadline they are killed.
+
+        Raises:
+            DeadlineError: They did not end in time; it shows what they printed.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            for process in self.processes:
+                process.wait(max(0.1, deadline_s - time.monotonic()))
+            return [self._result(rank) for rank in range(len(self.processes))]
+        except subprocess.TimeoutExpired:
+            for process in self.processes:
+                process.kill()
+                process.wait()
+            said = "\n".join(f"rank {n}:\n{log.read_text()}" for n, log in enumerate(self._logs))
+            raise DeadlineError(f"The ranks did not end within {timeout_s:g} s:\n{said}") from None
+        finally:
+            self._folder.cleanup()
+
+    def _result(self, rank: int) -> RankResult:
+        given = Path(self._folder.name) / f"rank-{rank}.json"
+        values = json.loads(given.read_text()) if given.exists() else {}
+        return RankResult(self.processes[rank].returncode, self._logs[rank].read_text(), values)
+
+
+def run_ranks(
+    body: str, num_ranks: int, *, timeout_s: float = 120.0, codes: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """Run Python source on several ranks and return what each gave.
+
+    Args:
+        body: See :class:`Ranks`.
+        num_ranks: How many.
+        timeout_s: How long they may take, in seconds.
+        codes: The exit codes that are right; zeros by default.
+
+    Raises:
+        AssertionError: A rank ended in another way; it shows what the ranks printed.
+    """
+    results = Ranks(body, num_ranks).wait(timeout_s)
+    found = [result.code for result in results]
+    if found != list(codes or [0] * num_ranks):
+        said = "\n".join(f"rank {n}:\n{result.output}" for n, result in enumerate(results))
+        raise AssertionError(f"The ranks ended with {found}:\n{said}")
+    return [result.given for result in results]
