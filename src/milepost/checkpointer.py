@@ -31,6 +31,7 @@ from .naming import NameFormat
 from .opening import Resume, WriterOptions
 from .progress.schedule import Schedule
 from .progress.timer import Timer
+from .ranks.stopping import StopTogether
 from .ranks.team import join_team
 from .resumption import Resumption
 from .runs.keep import KeepPolicy
@@ -128,6 +129,7 @@ class Checkpointer:
             is_async=async_save,
             loaders=self._loaders,
         )
+        self._stopping = StopTogether(self._writer.team)
         self._is_rolled_back = False
         self._total_epochs: int | None = None
         self._is_open = False
@@ -197,6 +199,7 @@ class Checkpointer:
         if self._is_open:
             return self
         self._writer.team = join_team()
+        self._stopping = StopTogether(self._writer.team)
         self._watch()
         self._writer.open(self._resumption.resume, check=self._resumption.check, origin=origin)
         self._resumption.tell()
@@ -392,10 +395,12 @@ class Checkpointer:
     def stop_if_asked(self) -> None:
         """Save and end the process if a signal asked for it.
 
+        Several ranks stop at the same batch, also those that got no signal.
+
         Raises:
             Preempted: With the exit code ``128 + signal number``.
         """
-        number = self.stop_signal
+        number = self._stopping.look(self.timer.batch, self.stop_signal)
         if number is None:
             return
         name = self._saves.save_before_stop(self._deadline_s)

@@ -307,3 +307,41 @@ def test_a_rank_that_sees_another_folder_is_told(tmp_path: Path) -> None:
     """
     for one in run_ranks(FAULTS + body, 2):
         assert "not the same place on every rank" in one["said"]
+
+
+@pytest.mark.parametrize("signalled", [[1], [0, 1]], ids=["one", "all"])
+def test_a_signal_stops_all_ranks_at_one_batch(tmp_path: Path, signalled: list[int]) -> None:
+    """Also those that got none: a rank that went on would wait for the others for ever."""
+    body = f"""
+    import os, signal
+    give(started=True)
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    loader = [torch.ones(1, 2)] * 100000
+    with mp.Checkpointer({str(tmp_path)!r}, model=model, loader=loader) as run:
+        for _ in run.epochs(1):
+            for x in run.batches(loader):
+                model(x).sum().backward()
+                if run.timer.batch == 20 + rank and rank in {signalled!r}:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    """
+    run_ranks(LOOP + body, 2, codes=[143, 143])
+    (checkpoint,) = mp.open_run(tmp_path).checkpoints()
+    assert checkpoint.manifest.reason == "signal"
+    assert 21 < checkpoint.time["batch"] < 100000
+
+
+def test_ranks_that_are_not_in_step_cannot_save(tmp_path: Path) -> None:
+    """A checkpoint must be of one moment."""
+    body = f"""
+    with mp.Checkpointer({str(tmp_path)!r}, model=model) as run:
+        for _ in range(2 + rank):
+            run.step(num_samples=1)
+        attempt("apart")
+        give(said=said)
+    """
+    for one in run_ranks(FAULTS + body, 2):
+        ((kind, text),) = one["said"]
+        assert kind == "MismatchError"
+        assert "at is" in text
+    assert mp.open_run(tmp_path).checkpoints() == []

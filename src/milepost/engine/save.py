@@ -183,7 +183,8 @@ class Saver(Generic[T]):
         trees = {item.name: item.tree for item in items}
         share = None
         if self._team is not None:
-            said = {"reason": request.reason, "is_final": request.is_final}
+            at = {unit: request.time.get(unit) for unit in ("epoch", "batch", "batch_in_epoch")}
+            said = {"reason": request.reason, "is_final": request.is_final, "at": at}
             share = Share.of(whole, items, name=request.name, said=said)
         work = _Work(request, self._attempt, staged, trees, stats, pending, share)
         self._begin(work)

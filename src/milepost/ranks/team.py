@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -123,6 +123,13 @@ class _Server:
         except RuntimeError as error:
             raise _leader_gone(error) from error
 
+    def has(self, keys: list[str]) -> bool:
+        """Return whether all of some keys are there now."""
+        try:
+            return bool(self._connection().check(keys))
+        except RuntimeError as error:
+            raise _leader_gone(error) from error
+
     def forget(self, key: str) -> None:
         self._connection().delete_key(key)
 
@@ -215,6 +222,17 @@ class StoreTeam:
                 raise own from None  # with its facts and its cause
             raise error from own
         return [one.value for one in outcomes]
+
+    def note(self, key: str, text: str) -> None:
+        """Write something down for the others to find."""
+        self._server.set(f"{self._name}/note/{key}", text.encode("ascii"))
+
+    def notes(self, keys: Sequence[str]) -> list[str] | None:
+        """Return what was written down under some keys, or ``None`` if any is not there yet."""
+        places = [f"{self._name}/note/{key}" for key in keys]
+        if not self._server.has(places):
+            return None
+        return [self._server.get(place, _JOIN_TIMEOUT_S).decode("ascii") for place in places]
 
     def leave(self, *, timeout_s: float) -> None:
         """Leave for good; see :class:`Team`."""
