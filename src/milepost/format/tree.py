@@ -46,7 +46,16 @@ from typing import Any, TypeVar
 from ..errors import FormatError, UnsupportedStateError, UsageError
 from .arrays import decode_array, encode_array, is_numpy
 
-__all__ = ["MAX_DEPTH", "Resolver", "Sink", "decode", "encode", "path_text", "register_codec"]
+__all__ = [
+    "MAX_DEPTH",
+    "Resolver",
+    "Sink",
+    "decode",
+    "encode",
+    "key_text",
+    "path_text",
+    "register_codec",
+]
 
 MAX_DEPTH = 100
 """Deepest nesting that is stored or read."""
@@ -94,7 +103,20 @@ def register_codec(
 def path_text(path: Path) -> str:
     """Write a path as one would in Python: ``callbacks['EMA']['shadow'][3]``."""
     head, *rest = path or ("state",)
-    return str(head) + "".join(f"[{part!r}]" for part in rest)
+    return str(head) + "".join(f"[{key_text(part, write=repr)}]" for part in rest)
+
+
+def key_text(key: Any, *, write: Callable[[Any], str] = str) -> str:
+    """Write one key of a path, also one of more decimal digits than Python writes.
+
+    Args:
+        key: An index, or the key of a dict.
+        write: How to write any other key.
+    """
+    try:
+        return write(key)
+    except ValueError:
+        return f"{type(key).__qualname__} of too many digits"
 
 
 def encode(value: Any, *, sink: Sink | None = None, path: Path = ()) -> Any:

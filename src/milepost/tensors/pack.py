@@ -233,7 +233,7 @@ class _Packer:
                 f"{tree.path_text(path)} has the dtype {name}, which cannot be stored.",
                 path=tree.path_text(path),
             )
-        plain_key = "/".join(map(str, path[1:])) or "value"
+        plain_key = "/".join(map(tree.key_text, path[1:])) or "value"
         identity = _identity(value)
         key = self._seen.get(identity) if identity else None
         if key is None:

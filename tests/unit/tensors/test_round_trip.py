@@ -314,6 +314,17 @@ def test_what_cannot_be_stored_is_refused_with_the_path_to_it(value, word):
     assert caught.value.facts["path"] == "callbacks['a'][1]['b']"
 
 
+def test_tensors_under_large_ints_come_back_or_are_named():
+    """Their keys have more decimal digits than Python writes."""
+    large = 1 << 20_000
+    value = {large: torch.ones(2), large + 1: torch.zeros(2), (large,): torch.ones(3)}
+    found = through(value)
+    assert list(found) == list(value)
+    assert all(torch.equal(found[key], value[key]) for key in value)
+    with pytest.raises(UnsupportedStateError, match=r"x\[int of too many digits\] is a"):
+        pack_item("x", {large: Unknown()})
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_are_refused_with_the_path_to_them(layout):
