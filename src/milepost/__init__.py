@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         FencedError,
         FormatError,
         IncompleteError,
+        LaunchFailedError,
         MismatchError,
         MissingError,
         NewerFormatError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .format.tree import register_codec
+    from .launch import FailureConfig, LaunchResult, RunConfig, ScalingConfig, launch
     from .progress.time import Time, TimeUnit
     from .progress.timer import Timer
     from .runs.keep import KeepAll, KeepBest, KeepEvery, KeepLast, KeepWithin
@@ -68,6 +70,7 @@ __all__ = [
     "Evaluator",
     "Event",
     "ExistsError",
+    "FailureConfig",
     "FencedError",
     "FormatError",
     "IncompleteError",
@@ -76,6 +79,8 @@ __all__ = [
     "KeepEvery",
     "KeepLast",
     "KeepWithin",
+    "LaunchFailedError",
+    "LaunchResult",
     "LoadReport",
     "MismatchError",
     "MissingError",
@@ -88,7 +93,9 @@ __all__ = [
     "Preempted",
     "RankFailedError",
     "Run",
+    "RunConfig",
     "SaveFailedError",
+    "ScalingConfig",
     "State",
     "StorageError",
     "Time",
@@ -99,6 +106,7 @@ __all__ = [
     "UsageError",
     "Value",
     "__version__",
+    "launch",
     "open_run",
     "open_store",
     "register_codec",
@@ -109,10 +117,11 @@ _NAMES_OF_MODULES = {
     "checkpointer": "Checkpointer PerRank Value",
     "engine.pending": "PendingSave",
     "errors": "AccessError CheckpointError DamagedError DeadlineError DuplicateNameError "
-    "ExistsError FencedError FormatError IncompleteError MismatchError MissingError "
-    "NewerFormatError NoSpaceError NonFiniteLossError Preempted RankFailedError SaveFailedError "
-    "StorageError UnsupportedStateError UsageError",
+    "ExistsError FencedError FormatError IncompleteError LaunchFailedError MismatchError "
+    "MissingError NewerFormatError NoSpaceError NonFiniteLossError Preempted RankFailedError "
+    "SaveFailedError StorageError UnsupportedStateError UsageError",
     "format.tree": "register_codec",
+    "launch": "FailureConfig LaunchResult RunConfig ScalingConfig launch",
     "progress.time": "Time TimeUnit",
     "progress.timer": "Timer",
     "runs.keep": "KeepAll KeepBest KeepEvery KeepLast KeepWithin",

@@ -23,6 +23,7 @@ match on the class or on ``kind`` (a stable code that is never renamed), never o
       NonFiniteLossError (ArithmeticError) the loss became NaN or infinite
       SaveFailedError                      several saves in a row failed
       RankFailedError                      another rank failed, or the ranks do not agree
+      LaunchFailedError                    a worker failed, and no attempt is left
 
 ``Preempted`` stands outside the tree: it is a ``SystemExit``, raised once the state is safe after
 SIGTERM or SIGUSR1, so that the process ends with the documented exit code.
@@ -44,6 +45,7 @@ __all__ = [
     "FencedError",
     "FormatError",
     "IncompleteError",
+    "LaunchFailedError",
     "MismatchError",
     "MissingError",
     "NewerFormatError",
@@ -204,6 +206,12 @@ class RankFailedError(CheckpointError):
     """
 
     kind = "rank_failed"
+
+
+class LaunchFailedError(CheckpointError):
+    """A worker failed, and no attempt is left. ``facts["result"]`` is the ``LaunchResult``."""
+
+    kind = "launch_failed"
 
 
 class Preempted(SystemExit):

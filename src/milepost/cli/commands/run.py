@@ -1,0 +1,60 @@
+"""``milepost run``: a training script on several workers, brought back when they fail."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ...errors import LaunchFailedError
+from ..exits import tell
+
+__all__ = ["run"]
+
+_FAILED = 1
+
+
+def run(  # noqa: PLR0913 - an option each
+    script: Annotated[str, typer.Argument(help="A Python file.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
+    ] = None,
+    *,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers.")] = 1,
+    max_failures: Annotated[
+        int, typer.Option(help="Failures that are followed by a new attempt; -1: any number.")
+    ] = 0,
+    window_s: Annotated[
+        float | None, typer.Option(help="Seconds after which a failure is forgotten.")
+    ] = None,
+    hang_timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds without progress before all are restarted.")
+    ] = None,
+    grace_s: Annotated[
+        float, typer.Option(help="Seconds to save and end when asked to end.")
+    ] = 30.0,
+    storage_path: Annotated[str, typer.Option(help="Folder of the logs.")] = "runs",
+    name: Annotated[str, typer.Option(help="Folder of this run in it.")] = "launched",
+) -> None:
+    """Run a script on several workers of this machine, and bring them back when they fail.
+
+    Options come before the script; all that follows it is for the script. Ends with 1 if the
+    script failed, with 128 + the signal's number if this program was asked to end.
+    """
+    from ...launch import FailureConfig, RunConfig, ScalingConfig, launch
+
+    failures = FailureConfig(
+        max_failures=max_failures, window_s=window_s, hang_timeout_s=hang_timeout_s
+    )
+    try:
+        launch(
+            script,
+            arguments or [],
+            scaling=ScalingConfig(num_workers=workers),
+            run=RunConfig(
+                storage_path=storage_path, name=name, failure_config=failures, grace_s=grace_s
+            ),
+        )
+    except LaunchFailedError as error:
+        tell(error)
+        raise typer.Exit(_FAILED) from error

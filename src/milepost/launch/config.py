@@ -1,0 +1,77 @@
+"""What is asked of a launch: how many workers, where, and what is done about failures."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+
+from ..errors import UsageError
+from .policy import FailureConfig
+
+__all__ = ["RunConfig", "ScalingConfig"]
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@,~-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingConfig:
+    """How many workers there are.
+
+    Attributes:
+        num_workers: The number, or the fewest and the most. Each attempt starts as many as are
+            available, at most the latter.
+    """
+
+    num_workers: int | tuple[int, int] = 1
+
+    def __post_init__(self) -> None:
+        fewest, most = self.bounds
+        if not 1 <= fewest <= most:
+            raise UsageError(
+                f"ScalingConfig(num_workers={self.num_workers!r}) makes no sense.",
+                hint="Give a number from 1 on, or the fewest and the most: num_workers=(2, 4).",
+                num_workers=self.num_workers,
+            )
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Return the fewest and the most workers."""
+        if isinstance(self.num_workers, int):
+            return self.num_workers, self.num_workers
+        fewest, most = self.num_workers
+        return fewest, most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Where a launch keeps its records, and what is done about failures.
+
+    Attributes:
+        storage_path: A folder on this machine.
+        name: Name of the run, a folder below ``storage_path``.
+        failure_config: What is done about workers that fail.
+        grace_s: Seconds that workers get to save and end when the launcher is asked to end.
+    """
+
+    storage_path: str | os.PathLike[str] = "runs"
+    name: str = "launched"
+    failure_config: FailureConfig = field(default_factory=FailureConfig)
+    grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        place = os.fspath(self.storage_path)
+        if "://" in place:
+            raise UsageError(
+                f"{place} is not a folder on this machine.",
+                hint="Logs of workers are written to a local folder; checkpoints may be elsewhere.",
+                path=place,
+            )
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"{self.name!r} cannot name a run.",
+                hint="Use letters, digits and '._+=@,~-', not beginning with '.' or '-'.",
+                name=self.name,
+            )
+        if not self.grace_s >= 0:
+            raise UsageError(f"grace_s={self.grace_s!r} is no number of seconds.")

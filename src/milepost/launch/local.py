@@ -1,0 +1,290 @@
+"""``launch``: workers on this machine, brought back until the training is done.
+
+Everything that lasts is a file below the launch's folder; a new launch of the same name gets a
+folder of its own, and the training goes on from its checkpoints as after any other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import LaunchFailedError, Preempted, UsageError, storage_error
+from ..liveness import Commit
+from .attempt import AttemptResult, Limits, run_attempt
+from .config import RunConfig, ScalingConfig
+from .entry import Entry, function_entry, script_entry
+from .environment import check_outside, environment_of, free_port
+from .failures import WorkerFailure, signature_of
+from .policy import AttemptEnd, Ending, FailurePolicy, Restart, Stop
+from .signals import LauncherSignals
+from .summary import attempt_text, end_text
+from .workers import Event, Keeper
+
+__all__ = ["LaunchResult", "launch"]
+
+_FOLDER = ".launches"  # a name that no checkpoint has, so that it may stand in a run's folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchResult:
+    """How a launch went.
+
+    Attributes:
+        attempts: Every attempt, in order.
+        return_value: What the function returned on rank 0; ``None`` for a script.
+        error: What ended the last attempt; ``None`` if it finished.
+        checkpoint: Name of the newest acknowledged checkpoint that was noted, or ``None``.
+        folder: Folder of the launch: ``attempt-1/rank-0.log`` and so on.
+    """
+
+    attempts: tuple[AttemptResult, ...]
+    return_value: Any
+    error: WorkerFailure | None
+    checkpoint: str | None
+    folder: Path
+
+
+def launch(
+    train: Callable[..., Any] | str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    config: Any = None,
+    scaling: ScalingConfig | None = None,
+    run: RunConfig | None = None,
+    available: Callable[[], int] | None = None,
+) -> LaunchResult:
+    """Run a function or a script on workers of this machine, and bring them back when they fail.
+
+    Every worker is a process with the environment that ``torchrun`` gives. If one fails, all are
+    ended and, as ``FailureConfig`` allows, started again; the training must go on from its newest
+    checkpoint, as it does with ``Checkpointer`` and ``Trainer``.
+
+    SIGTERM, SIGINT and SIGUSR1 are passed on to the workers, which get ``grace_s`` to save and end.
+
+    Args:
+        train: A function at the top level of a module, or the path of a script.
+        arguments: Arguments of the script.
+        config: Passed to the function. Must be what JSON can hold.
+        scaling: How many workers. Default: one.
+        run: Where, and what is done about failures.
+        available: Says before each attempt how many workers there may be. Default: all.
+
+    Returns:
+        What the workers did. Nothing is left running.
+
+    Raises:
+        LaunchFailedError: A worker failed and no attempt is left. ``facts["result"]`` is the
+            ``LaunchResult``.
+        Preempted: The launcher was asked to end, and the workers have ended.
+        UsageError: The function cannot be imported by workers.
+        UnsupportedStateError: JSON cannot hold the config.
+    """
+    check_outside()
+    run = run or RunConfig()
+    if callable(train):
+        if arguments:
+            raise UsageError("A function takes no arguments.", hint="Give it a config.")
+        entry = function_entry(train, config)
+    else:
+        if config is not None:
+            raise UsageError("A script takes no config.", hint="Give it arguments.")
+        entry = script_entry(train, arguments)
+    return _Launch(entry, scaling=scaling or ScalingConfig(), run=run, available=available).run()
+
+
+class _Launch:
+    """The attempts of one launch."""
+
+    def __init__(
+        self,
+        entry: Entry,
+        *,
+        scaling: ScalingConfig,
+        run: RunConfig,
+        available: Callable[[], int] | None,
+    ) -> None:
+        self._entry = entry
+        self._scaling = scaling
+        self._config = run
+        self._available = available
+        self._policy = FailurePolicy(run.failure_config)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._signals = LauncherSignals(self._events)
+        self._attempts: list[AttemptResult] = []
+        self._newest: Commit | None = None
+        self._ports: list[int] = []
+        self._folder = Path()
+
+    def run(self) -> LaunchResult:
+        """Make attempts until one finishes or none is left."""
+        self._folder = _create_folder(Path(self._config.storage_path, self._config.name))
+        given = {"config": self._entry.config, "sys_path": self._entry.sys_path}
+        (self._folder / "config.json").write_text(json.dumps(given), encoding="utf-8")
+        with self._signals:
+            keeper = Keeper()
+            try:
+                while True:
+                    attempt = self._attempt(keeper)
+                    if attempt.ending is Ending.DONE:
+                        break
+                    self._after(attempt)
+            finally:
+                keeper.close()
+        _say(end_text(tuple(self._attempts)))
+        return self._result()
+
+    def _attempt(self, keeper: Keeper) -> AttemptResult:
+        number = len(self._attempts) + 1
+        folder = self._folder / f"attempt-{number}"
+        folder.mkdir()
+        num_workers, fewest = self._num_workers()
+        if num_workers < fewest:
+            attempt = _too_few(number, num_workers, fewest, folder)
+        else:
+            port = free_port(self._ports)
+            self._ports.append(port)
+            failures = self._config.failure_config
+            attempt = run_attempt(
+                [sys.executable, "-u", "-m", "milepost.launch.worker", *self._entry.arguments],
+                [
+                    environment_of(
+                        rank,
+                        num_workers=num_workers,
+                        attempt=number,
+                        max_failures=failures.max_failures,
+                        port=port,
+                        launch_folder=self._folder,
+                        base=os.environ,
+                    )
+                    for rank in range(num_workers)
+                ],
+                number=number,
+                folder=folder,
+                limits=Limits(
+                    grace_s=self._config.grace_s,
+                    failure_grace_s=failures.grace_s,
+                    hang_timeout_s=failures.hang_timeout_s,
+                ),
+                events=self._events,
+                keeper=keeper,
+            )
+        self._attempts.append(attempt)
+        if attempt.commit is not None:
+            self._newest = attempt.commit
+        return attempt
+
+    def _num_workers(self) -> tuple[int, int]:
+        fewest, most = self._scaling.bounds
+        return min(most, most if self._available is None else self._available()), fewest
+
+    def _after(self, attempt: AttemptResult) -> None:
+        """Wait for the next attempt, or raise what ends the launch."""
+        if self._signals.received is not None:
+            self._leave(attempt)
+        cause = attempt.cause
+        end = AttemptEnd(
+            ending=attempt.ending,
+            has_new_checkpoint=attempt.commit is not None,
+            is_final=cause is not None and cause.is_final,
+            signature="" if cause is None else signature_of(cause),
+        )
+        decision = self._policy.decide(end, now_s=time.monotonic())
+        _say(attempt_text(attempt, newest=self._newest, decision=decision))
+        if isinstance(decision, Stop):
+            self._fail(attempt, decision)
+        else:
+            self._pause(decision, attempt)
+
+    def _pause(self, decision: Restart, attempt: AttemptResult) -> None:
+        try:
+            self._events.get(timeout=decision.delay_s)
+        except queue.Empty:
+            return
+        self._leave(attempt)  # nothing but a signal comes while no worker runs
+
+    def _leave(self, attempt: AttemptResult) -> None:
+        assert self._signals.received is not None
+        _say(attempt_text(attempt, newest=self._newest, decision=None))
+        name = None if self._newest is None else self._newest.name
+        raise Preempted(self._signals.received, name)
+
+    def _fail(self, attempt: AttemptResult, decision: Stop) -> None:
+        cause = attempt.cause
+        where = "" if cause is None else f"Rank {cause.rank}: {cause.text}. "
+        num = len(self._attempts)
+        times = "1 attempt" if num == 1 else f"{num} attempts"
+        safe = "No checkpoint was noted."
+        if self._newest is not None:
+            safe = f"The checkpoint {self._newest.name} is whole, and a new launch goes on from it."
+        raise LaunchFailedError(
+            f"{self._entry.label} failed after {times}. {where}{decision.reason}",
+            safe=safe,
+            hint=f"{decision.hint} The logs are in {attempt.folder}.",
+            result=self._result(),
+        )
+
+    def _result(self) -> LaunchResult:
+        last = self._attempts[-1]
+        value = last.folder / "result.json"
+        has_value = last.ending is Ending.DONE and value.exists()
+        result = LaunchResult(
+            attempts=tuple(self._attempts),
+            return_value=json.loads(value.read_text(encoding="utf-8")) if has_value else None,
+            error=last.cause,
+            checkpoint=None if self._newest is None else self._newest.name,
+            folder=self._folder,
+        )
+        record = json.dumps(asdict(result), indent=1, default=str)
+        (self._folder / "result.json").write_text(record + "\n", encoding="utf-8")
+        return result
+
+
+def _create_folder(run_folder: Path) -> Path:
+    """Create the folder of a launch, numbered from 1 on within the run."""
+    parent = run_folder.absolute() / _FOLDER
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        taken = [int(one.name) for one in parent.iterdir() if one.name.isdecimal()]
+        number = max(taken, default=0) + 1
+        while True:
+            folder = parent / str(number)
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:
+                number += 1  # another launch began at the same moment
+    except OSError as error:
+        raise storage_error(error, operation="create", path=str(parent)) from error
+
+
+def _too_few(number: int, num_workers: int, fewest: int, folder: Path) -> AttemptResult:
+    failure = WorkerFailure(
+        rank=0,
+        at_s=time.time(),
+        type="",
+        message=f"{num_workers} workers are available and {fewest} are needed",
+        traceback="",
+    )
+    return AttemptResult(
+        number=number,
+        num_workers=num_workers,
+        ending=Ending.FAILED,
+        duration_s=0.0,
+        failures=(failure,),
+        commit=None,
+        num_batches=None,
+        signal_number=None,
+        folder=folder,
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - for the person who launched

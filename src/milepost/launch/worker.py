@@ -1,0 +1,128 @@
+"""One worker: ``python -m milepost.launch.worker`` runs a function or a script as a rank.
+
+    python -m milepost.launch.worker module:function
+    python -m milepost.launch.worker --script train.py arguments ...
+
+Around the user's code it does five things: it dies with its launcher, prints the stack of all
+threads on SIGUSR2 and on a crash, writes down what was raised, tells the launcher of it (since a
+process that has failed may still hang on its way out), and writes the result of rank 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..liveness import flush_beat
+from .entry import call, check_json, find_function
+from .failures import PREEMPTED_CODES, write_failure
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+_PID = os.getpid()
+
+
+class _FinalError(Exception):
+    """Carries an error that another attempt would meet again."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def main(arguments: list[str]) -> None:
+    """Run what the arguments name; raise what it raises."""
+    _end_with_launcher()
+    faulthandler.enable()
+    if hasattr(signal, "SIGUSR2"):
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
+    if arguments[0] == "--script":
+        _guarded(lambda: _run_script(arguments[1], arguments[2:]))
+    else:
+        _guarded(lambda: _run_function(arguments[0]))
+
+
+def _guarded(run: Callable[[], None]) -> None:
+    try:
+        run()
+    except _FinalError as final:
+        _tell(1, final.error, is_final=True)
+        raise final.error from None
+    except SystemExit as error:
+        if error.code in PREEMPTED_CODES:
+            _tell(int(error.code), None)
+        elif error.code not in (None, 0):
+            _tell(1, error)
+        raise
+    except Exception as error:
+        _tell(1, error)
+        raise
+    finally:
+        flush_beat()
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    sys.argv = [path, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(path).resolve().parent)  # as "python path" does
+    runpy.run_path(path, run_name="__main__")
+
+
+def _run_function(reference: str) -> None:
+    folder = Path(os.environ["MILEPOST_LAUNCH_DIR"])
+    given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    sys.path[:] = given["sys_path"]
+    try:
+        function = find_function(reference)
+    except (ImportError, UsageError) as error:
+        raise _FinalError(error) from error
+    result = call(function, given["config"])
+    if os.environ["RANK"] != "0":
+        return
+    try:
+        check_json(result, "the return value")
+    except TypeError as error:
+        raise _FinalError(error) from error
+    attempt = folder / f"attempt-{os.environ['MILEPOST_ATTEMPT']}"
+    (attempt / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def _tell(code: int, error: BaseException | None, *, is_final: bool = False) -> None:
+    """Let the launcher know at once that this worker is on its way out, and why."""
+    if os.getpid() != _PID:
+        return  # a forked child is none of the launcher's workers
+    rank = int(os.environ["RANK"])
+    folder = Path(os.environ["MILEPOST_LAUNCH_DIR"], f"attempt-{os.environ['MILEPOST_ATTEMPT']}")
+    if error is not None:
+        write_failure(folder / f"rank-{rank}.error.json", error, rank=rank, is_final=is_final)
+    os.write(int(os.environ["MILEPOST_TELL_FD"]), f"{rank} {code}\n".encode())
+
+
+def _end_with_launcher() -> None:
+    """Ask the kernel to kill this process when its launcher dies.
+
+    The keeper does the same for the whole process group. This one covers the moment before the
+    keeper has heard of the group, and a keeper that was killed itself.
+    """
+    if sys.platform != "linux":
+        return
+    set_option: Any = ctypes.CDLL(None, use_errno=True).prctl
+    if set_option(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    if os.getppid() != int(os.environ["MILEPOST_LAUNCHER_PID"]):
+        os._exit(1)  # it died before we asked
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,272 @@
+"""The processes of one attempt: started, watched, asked to end, killed.
+
+Each worker leads a session and process group of its own, so that what it has started (loader
+workers, compilers) goes with it. Its end is waited for by a thread that leaves the zombie in place:
+as long as that is there the number of the group cannot be given to strangers, and killing the group
+is safe.
+
+Requests to end go to the worker alone, since a signal to its group would end its loader workers
+before it could save. SIGKILL goes to the whole group.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from ..errors import DeadlineError
+from .output import Output
+
+__all__ = ["Asked", "Ended", "Event", "Keeper", "Told", "Workers"]
+
+_JOIN_S = 5.0
+_REAP_S = 30.0
+_KEEPER = Path(__file__).with_name("keeper.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker's process has ended; ``code`` is negative for a signal."""
+
+    rank: int
+    code: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A worker's code has failed, or left with ``code``; its process may still be there."""
+
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The launcher has received a signal."""
+
+    number: int
+
+
+Event: TypeAlias = Ended | Told | Asked
+
+
+class Keeper:
+    """The process that kills the workers if this one dies.
+
+    It is started again if it was killed itself.
+    """
+
+    def __init__(self) -> None:
+        self._groups: set[int] = set()
+        self._process = self._start()
+
+    def add(self, group: int) -> None:
+        """Kill this process group when the launcher dies."""
+        self._groups.add(group)
+        self._say(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """Forget a group. Call it while its number cannot have been given to another one."""
+        self._groups.discard(group)
+        self._say(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the keeper. No group may be left."""
+        assert not self._groups
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.kill()  # a forked child of ours may still hold the pipe
+        self._process.wait(_REAP_S)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603 - a file of ours
+            [sys.executable, "-I", "-S", str(_KEEPER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode())
+        except BrokenPipeError:
+            self._process.wait(_REAP_S)
+            self._process = self._start()
+            assert self._process.stdin is not None
+            lines = "".join(f"+{group}\n" for group in sorted(self._groups))
+            self._process.stdin.write(lines.encode())
+
+
+class Workers:
+    """The workers of one attempt. A context manager: none is left behind it.
+
+    Args:
+        command: What each runs.
+        environments: The environment of each rank.
+        folder: Where logs go: ``rank-0.log`` and so on.
+        events: Where ``Ended`` and ``Told`` are put.
+        keeper: Kills them if this process dies.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        folder: Path,
+        events: queue.SimpleQueue[Event],
+        keeper: Keeper,
+    ) -> None:
+        self._command = list(command)
+        self._environments = environments
+        self._folder = folder
+        self._events = events
+        self._keeper = keeper
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._threads: list[threading.Thread] = []
+        self._outputs: list[Output] = []
+        self._tell_fds: tuple[int, int] = (-1, -1)
+        self.running: set[int] = set()
+        """Ranks whose end has not been taken from the events yet."""
+
+    def __enter__(self) -> Workers:  # noqa: PYI034 - Self is younger than 3.10
+        self._tell_fds = os.pipe()
+        self._watch(self._hear, "milepost-launch-hear")
+        try:
+            for rank in range(len(self._environments)):
+                self._start(rank)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank."""
+        return self._processes[rank].pid
+
+    def signal(self, number: int, *, but: int | None = None) -> None:
+        """Send a signal to every worker that runs, and to nothing that it has started.
+
+        Args:
+            number: The signal.
+            but: The rank that does not get it.
+        """
+        for rank in sorted(self.running - {but}):
+            # Not reaped before close(), so the number is still its own.
+            os.kill(self._processes[rank].pid, number)
+
+    def kill(self) -> None:
+        """Kill every worker and all that it has started."""
+        for process in self._processes.values():
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                # Nothing but a zombie is left of it; some systems say so in the second way.
+                continue
+
+    def close(self) -> None:
+        """Kill what is left, and clear up after it.
+
+        Raises:
+            DeadlineError: A worker does not even end on SIGKILL.
+        """
+        self.kill()
+        if self._tell_fds[1] >= 0:
+            os.write(self._tell_fds[1], b"end\n")
+        for thread in self._threads:
+            # Before the zombies are reaped: a thread that waits for one must not find it gone.
+            thread.join(_JOIN_S)
+        stuck = [rank for rank in self._processes if not self._reap(rank)]
+        for output in self._outputs:
+            output.close()
+        if self._tell_fds[1] >= 0:
+            for fd in self._tell_fds:
+                os.close(fd)
+            self._tell_fds = (-1, -1)
+        if stuck:
+            pids = ", ".join(str(self._processes[rank].pid) for rank in stuck)
+            raise DeadlineError(
+                f"Worker {pids} has not ended within {_REAP_S:g} s after SIGKILL.",
+                safe="No other worker was started; acknowledged checkpoints are whole.",
+                hint="It hangs in the kernel, most often on a disk or network that does not "
+                "answer. Look at its state with ps.",
+                pids=pids,
+            )
+        self._processes.clear()
+
+    def _reap(self, rank: int) -> bool:
+        process = self._processes[rank]
+        self._keeper.remove(process.pid)
+        try:
+            process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _start(self, rank: int) -> None:
+        output = Output(self._folder / f"rank-{rank}.log", is_shown=rank == 0)
+        self._outputs.append(output)
+        tell_fd = self._tell_fds[1]
+        process = subprocess.Popen(  # noqa: S603 - what the user asked for
+            self._command,
+            env={**self._environments[rank], "MILEPOST_TELL_FD": str(tell_fd)},
+            stdin=subprocess.DEVNULL,
+            stdout=output.fd,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(tell_fd,),
+        )
+        self._processes[rank] = process
+        self.running.add(rank)
+        self._keeper.add(process.pid)
+        output.started()
+        self._watch(lambda: self._wait(rank, process.pid), f"milepost-launch-rank-{rank}")
+
+    def _watch(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _wait(self, rank: int, pid: int) -> None:
+        try:
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            found = None  # somebody else in this program has reaped it
+        if found is None:
+            code = None
+        elif found.si_code == os.CLD_EXITED:
+            code = found.si_status
+        else:
+            code = -found.si_status
+        self._events.put(Ended(rank, code))
+
+    def _hear(self) -> None:
+        pending = b""
+        while True:
+            pending += os.read(self._tell_fds[0], 4096)
+            *lines, pending = pending.split(b"\n")
+            for line in lines:
+                if line == b"end":
+                    return
+                rank, code = line.split()
+                self._events.put(Told(int(rank), int(code)))
