@@ -128,7 +128,11 @@ class Checkpoint:
 
         source = self.source()
         names = list(source.trees) if items is None else list(items)
-        return layout_state({name: load_item(source, name) for name in names})
+        found = {name: load_item(source, name) for name in names}
+        if "rng" in found:
+            for rank in range(1, self.manifest.world_size):
+                found["rng"] += load_item(self.source(rank=rank), "rng")
+        return layout_state(found)
 
     def load_weights(
         self,

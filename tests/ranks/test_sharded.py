@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import milepost as mp
+from milepost.cli.app import app
 from milepost.testing.ranks import run_ranks
 
 BUILD = """
@@ -65,6 +68,13 @@ BUILD = """
         optimizer.zero_grad()
 """
 
+LEAVE = """
+    # After full_tensor torch's own threads now and then abort the process as it ends.
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
 LAYOUTS = {"solo": 1, "ddp": 2, "fsdp": 2, "tp": 2, "hsdp": 4, "2d": 4, "fsdp-3": 3}
 
 
@@ -78,7 +88,7 @@ def save(folder: Path, layout: str) -> list[Any]:
         run.save(wait=True)
         give(state=state_of(plain, optimizer))
     """
-    return [one["state"] for one in run_ranks(BUILD + body, LAYOUTS[layout])]
+    return [one["state"] for one in run_ranks(BUILD + body + LEAVE, LAYOUTS[layout])]
 
 
 def load(folder: Path, layout: str) -> list[Any]:
@@ -91,7 +101,7 @@ def load(folder: Path, layout: str) -> list[Any]:
         run.save(wait=True)
         give(state=before, name=run.resumed_from)
     """
-    found = run_ranks(BUILD + body, LAYOUTS[layout])
+    found = run_ranks(BUILD + body + LEAVE, LAYOUTS[layout])
     assert {one["name"] for one in found} == {"ba2"}
     return [one["state"] for one in found]
 
@@ -128,6 +138,23 @@ def test_replicated_state_is_written_once_and_shared_out(tmp_path: Path) -> None
     assert parts >= {"model-r00000.safetensors", "model-r00001.safetensors"}
     weights = mp.open_run(tmp_path).get("ba2").load(["model"])["state"]["model"]
     assert sum(value.numel() for value in weights.values()) == 6 * 8 + 8 + 8 * 3 + 3 + 3 + 1
+
+
+def test_the_command_line_and_readers_see_the_whole(tmp_path: Path) -> None:
+    """One tensor is one tensor, in however many pieces it was written."""
+    save(tmp_path, "fsdp")
+    place = str(tmp_path / "ba2")
+    shown = CliRunner().invoke(app, ["show", place, "--tensors", "--json"])
+    assert shown.exit_code == 0, shown.output
+    tensors = {
+        one["name"]: one for one in json.loads(shown.output)["tensors"] if one["item"] == "model"
+    }
+    assert tensors["0.weight"]["shape"] == [8, 6]
+    assert CliRunner().invoke(app, ["diff", place, place]).exit_code == 0
+    assert CliRunner().invoke(app, ["verify", place, "--level", "full"]).exit_code == 0
+    loaded = mp.open_run(tmp_path).get("ba2").load()
+    assert len(loaded["rng"]) == 2
+    assert loaded["state"]["model"]["0.weight"].shape == (8, 6)
 
 
 LOOP = """

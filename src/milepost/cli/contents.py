@@ -1,12 +1,13 @@
 """What a checkpoint holds, read from its index and headers: no tensor values, and no torch.
 
-A checkpoint of a single ``.pt`` file has no headers to read; it is opened with torch.
+A checkpoint of a single ``.pt`` file has no headers to read; it is opened with torch, and so is one
+of several ranks.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ class TensorRow:
         shape: Its dimensions.
         num_bytes: Bytes of its values.
         file: The file it is in.
-        start: Its first byte in the file; ``None`` in a file that only torch can read.
+        start: Its first byte in the file; ``None`` where it is read with torch.
     """
 
     item: str
@@ -83,7 +84,11 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     if layout == "files":
         return Contents(checkpoint, {}, {})
     if layout == "torch":
-        return _read_single(checkpoint)
+        (file,) = (entry.path for entry in checkpoint.manifest.files)
+        return _read_source(checkpoint, lambda _: file)
+    if checkpoint.manifest.world_size > 1:
+        # Put together from the tables of all ranks; of each rank's own items, rank 0's.
+        return _read_source(checkpoint, lambda item: f"{item}-r*.safetensors")
     items = _read_index(checkpoint)
     tensors = {}
     for item, entry in items.items():
@@ -146,9 +151,8 @@ def _same_in_memory(a: Contents, left: TensorRow, b: Contents, right: TensorRow)
     return torch.equal(one, other)
 
 
-def _read_single(checkpoint: Checkpoint) -> Contents:
+def _read_source(checkpoint: Checkpoint, file_of: Callable[[str], str]) -> Contents:
     source = checkpoint.source()
-    (file,) = (entry.path for entry in checkpoint.manifest.files)
     tensors = {}
     for item in source.trees:
         for key, info in source.tensors(item).items():
@@ -156,7 +160,9 @@ def _read_single(checkpoint: Checkpoint) -> Contents:
             for length in info.shape:
                 num_bytes *= length
             name = _dtype_name(info.code)
-            tensors[item, key] = TensorRow(item, key, name, info.shape, num_bytes, file, None)
+            tensors[item, key] = TensorRow(
+                item, key, name, info.shape, num_bytes, file_of(item), None
+            )
     return Contents(checkpoint, source.trees, tensors, source)
 
 
