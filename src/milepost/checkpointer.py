@@ -27,6 +27,7 @@ from .checkpoint import Checkpoint, Place, Run
 from .engine.pending import PendingSave
 from .engine.signals import StopSignals
 from .errors import CheckpointError, Preempted, UsageError
+from .liveness import beat
 from .naming import NameFormat
 from .opening import Resume, WriterOptions
 from .progress.schedule import Schedule
@@ -379,6 +380,7 @@ class Checkpointer:
             self._saves.note_own_steps()
         self.take_rng()  # that of the resumed checkpoint is history now
         self.timer.on_batch_complete(num_samples, num_tokens)
+        beat(self.timer.batch)
         counters = self.timer.snapshot()
         if not self._left_to_epoch_end(counters):
             due = self._schedule.due("batch", counters, self, "batch")

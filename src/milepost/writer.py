@@ -17,6 +17,7 @@ from .errors import CheckpointError, FencedError, SaveFailedError, UsageError
 from .exit_check import unwatch, watch
 from .format.layout import HIDDEN
 from .format.manifest import Manifest
+from .liveness import note_commit
 from .opening import Opening, Restore, WriterOptions
 from .ranks.team import Solo, Team
 from .runs.keep import may_give_up
@@ -195,6 +196,8 @@ class RunWriter:
         self._manifests.forget(manifest.name)
         if self.team.rank != 0:
             return checkpoint
+        if "/" not in manifest.name:
+            note_commit(manifest.name, manifest.time.get("batch"))
         if "/" in manifest.name:
             self._prune_diagnostics(manifest.name.partition("/")[0])
             return checkpoint

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..errors import UsageError
+from ..liveness import beat
 from ..progress.schedule import Moment
 from ..state.loader import ResumableLoader
 from ..state.rng import apply_rng, capture_rng
@@ -148,6 +149,7 @@ class Loop:
         self._run_event(Event.BATCH_START)
         self._step.run()
         state.timer.on_batch_complete(state.batch_num_samples, state.batch_num_tokens)
+        beat(state.timer.batch)
         self._saving.leave_batch()
         if self._steps_schedulers_per_batch:
             self._step_schedulers()
