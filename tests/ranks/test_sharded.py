@@ -257,14 +257,16 @@ FAULTS = """
 def test_an_error_on_one_rank_in_any_phase_is_told_to_all(tmp_path: Path) -> None:
     """Nothing is committed, nobody hangs, and the next save works."""
     body = f"""
-    folder = {str(tmp_path)!r}
-    with mp.Checkpointer(
-        folder,
-        model=model,
-        bad=bad,
-        box=mp.Value(lambda: box["value"], lambda value: None),
-        own=mp.PerRank(mp.Value(lambda: own["value"], lambda value: own.update(value=value))),
-    ) as run:
+    def opened():
+        return mp.Checkpointer(
+            {str(tmp_path)!r},
+            model=model,
+            bad=bad,
+            box=mp.Value(lambda: box["value"], lambda value: None),
+            own=mp.PerRank(mp.Value(lambda: own["value"], lambda value: own.update(value=value))),
+        )
+
+    with opened() as run:
         attempt("a")
         bad.bad = rank == 1
         attempt("capture")
@@ -280,13 +282,7 @@ def test_an_error_on_one_rank_in_any_phase_is_told_to_all(tmp_path: Path) -> Non
             run._writer._saver._write_share = write
         attempt("c")
     own["value"] = 77
-    with mp.Checkpointer(
-        folder,
-        model=model,
-        bad=bad,
-        box=mp.Value(lambda: box["value"], lambda value: None),
-        own=mp.PerRank(mp.Value(lambda: own["value"], lambda value: own.update(value=value))),
-    ) as run:
+    with opened() as run:
         give(said=said, came=run.resumed_from, own=own["value"])
     """
     given = run_ranks(FAULTS + body, 2)

@@ -37,16 +37,9 @@ def capture_rng() -> dict[str, Any]:
     """
     import numpy as np
 
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": {
-            "kind": str(kind),
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "gauss": float(gauss),
-        },
+        "numpy": _numpy_fields(np.random.get_state(legacy=True)),
         "torch": torch.get_rng_state(),
         "accelerator": _accelerator_states(),
     }
@@ -90,17 +83,9 @@ def derived_rng(state: RngState, rank: int) -> dict[str, Any]:
     digest.update(state["torch"].numpy().tobytes())
     seed = digest.digest()
     words = np.frombuffer(seed, dtype="<u4")
-    fresh = np.random.RandomState(words)
-    kind, keys, position, has_gauss, gauss = fresh.get_state(legacy=True)
     return {
         "python": random.Random(seed).getstate(),  # noqa: S311 - no secret
-        "numpy": {
-            "kind": str(kind),
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "gauss": float(gauss),
-        },
+        "numpy": _numpy_fields(np.random.RandomState(words).get_state(legacy=True)),
         "torch": torch.Generator().manual_seed(int.from_bytes(seed[:8], "little")).get_state(),
         "accelerator": _derived_accelerators(seed),
     }
@@ -135,6 +120,19 @@ def _python_state(stored: Any) -> tuple[Any, ...]:
     if words[-1] > NUM_WORDS or type(gauss_next) not in (float, type(None)):
         raise ValueError("the position of Python's generator is beyond its end")
     return version, words, gauss_next
+
+
+def _numpy_fields(state: Any) -> dict[str, Any]:
+    import numpy as np
+
+    kind, keys, position, has_gauss, gauss = state
+    return {
+        "kind": str(kind),
+        "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "gauss": float(gauss),
+    }
 
 
 def _numpy_state(stored: Any) -> tuple[Any, ...]:
