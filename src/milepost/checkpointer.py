@@ -102,7 +102,7 @@ class Checkpointer:
     ) -> None:
         options = WriterOptions(
             resume=resume,
-            keep=(keep,) if isinstance(keep, KeepPolicy) else tuple(keep),
+            keep=_policies(keep),
             save_format=save_format,
             save_compression=save_compression,
             on_save_error=on_save_error,
@@ -635,6 +635,19 @@ class Checkpointer:
                 "The checkpointer is not open.",
                 hint="Use it in a with block, or call open() first.",
             )
+
+
+def _policies(keep: Any) -> tuple[KeepPolicy, ...]:
+    """Return retention policies as they were given: one, or several."""
+    if isinstance(keep, KeepPolicy):
+        return (keep,)
+    policies = tuple(keep) if isinstance(keep, Iterable) else (keep,)
+    if not all(isinstance(policy, KeepPolicy) for policy in policies):
+        raise UsageError(
+            f"keep={keep!r} names no retention policy.",
+            hint="Use KeepLast(3), or a list of policies.",
+        )
+    return policies
 
 
 _OPTIONS = tuple(

@@ -167,6 +167,13 @@ def test_a_mistyped_option_is_named(tmp_path: Path) -> None:
         mp.Checkpointer(tmp_path, evry="1ep", model=nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("keep", [3, [3], "KeepLast", None])
+def test_what_is_no_policy_is_named(tmp_path: Path, keep: object) -> None:
+    """At once, and not when the first checkpoint is due to go."""
+    with pytest.raises(mp.UsageError, match="KeepLast"):
+        mp.Checkpointer(tmp_path, keep=keep, model=nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
 def test_names_are_refused_when_the_save_is_asked_for(tmp_path: Path) -> None:
     """Not in the background, where the state is gone by the time anyone hears of it."""
     with mp.Checkpointer(tmp_path, model=nn.Linear(1, 1)) as run:
