@@ -74,6 +74,8 @@ class Checkpointer:
         handle_signals: Whether SIGTERM and SIGUSR1 save and end the loop.
         grace_s: Seconds from such a signal to the moment the process must be gone.
         strict: Whether a resume demands that state and objects fit exactly.
+        rank_timeout_s: Of several ranks: how long one waits for another to come to the same save or
+            start, in seconds.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
             ``state_dict`` and ``load_state_dict``, a :class:`Value`, or a dict of such.
 
@@ -98,6 +100,7 @@ class Checkpointer:
         handle_signals: bool = True,
         grace_s: float = 30.0,
         strict: bool = True,
+        rank_timeout_s: float = 45.0,
         **objects: Any,
     ) -> None:
         options = WriterOptions(
@@ -108,6 +111,7 @@ class Checkpointer:
             on_save_error=on_save_error,
             max_failed_saves=max_failed_saves,
             link_unchanged=link_unchanged,
+            rank_timeout_s=rank_timeout_s,
         )
         text = os.fspath(folder)
         is_uri = "://" in text

@@ -61,6 +61,8 @@ class WriterOptions:
         on_save_error: ``raise`` at the next chance, or ``warn`` and go on training.
         max_failed_saves: With ``warn``: how many saves in a row may fail.
         link_unchanged: Whether frozen weights that did not change share one file.
+        rank_timeout_s: Of several ranks: how long one waits for another to come to the same save or
+            start, in seconds.
     """
 
     resume: Resume = "auto"
@@ -70,6 +72,7 @@ class WriterOptions:
     on_save_error: str = "raise"
     max_failed_saves: int = 3
     link_unchanged: bool = True
+    rank_timeout_s: float = 45.0
 
     def __post_init__(self) -> None:
         _require("resume", self.resume, ("never", "auto", "must"))
@@ -78,6 +81,13 @@ class WriterOptions:
         check_compression(self.save_compression, self.save_format)
         if self.max_failed_saves < 1:
             raise UsageError("max_failed_saves must be at least 1.")
+        if not self.rank_timeout_s > 0:
+            raise UsageError("rank_timeout_s must be above 0.")
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Return how long ranks wait for each other."""
+        return Deadlines(meet_s=self.rank_timeout_s)
 
 
 Restore = Callable[[Checkpoint], None]
@@ -127,7 +137,7 @@ class Opening:
 
     def open(self, restore: Restore, *, check: Restore, origin: Checkpoint | None) -> Opened:
         """Begin a session; see ``RunWriter.open``."""
-        team, deadlines = self._team, Deadlines()
+        team, deadlines = self._team, self.options.deadlines
         first = team.lead(
             "look at the run", lambda: self._look_first(origin), timeout_s=deadlines.meet_s
         )
@@ -264,7 +274,7 @@ class Opening:
             chosen = self._team.lead(
                 "choose a checkpoint",
                 lambda: self._choose(skipped, passed_over, origin),
-                timeout_s=Deadlines().write_s,
+                timeout_s=self.options.deadlines.write_s,
             )
             if chosen is None:
                 return None
@@ -272,7 +282,7 @@ class Opening:
             damage = self._team.collect(
                 "restore the checkpoint",
                 lambda: self._try_restore(chosen, restore, origin),  # noqa: B023 - called at once
-                timeout_s=Deadlines().write_s,
+                timeout_s=self.options.deadlines.write_s,
             )
             found = next((text for text in damage if text), None)
             if found is None:

@@ -108,6 +108,7 @@ class RunWriter:
             link_unchanged=self.options.link_unchanged,
             on_commit=self._after_commit,
             team=self.team,
+            deadlines=self.options.deadlines,
         )
         if self.options.save_format == "torch" and self.team.rank == 0:
             newest = scan(self.store, self._manifests).latest()
