@@ -229,6 +229,8 @@ def test_cause_is_told_and_not_what_followed_from_it(place, capfd):
     assert {one.rank for one in result.attempts[0].failures} <= {0, 1, 2}
     text = capfd.readouterr().err
     assert "cause:      rank 2: ValueError: sample 7 is broken" in text
+    log = (result.folder / "attempt-1/rank-2.log").read_text()
+    assert log == result.error.traceback
 
 
 def test_killed_worker_is_the_cause_even_if_a_peer_complains_first(place):
@@ -236,10 +238,10 @@ def test_killed_worker_is_the_cause_even_if_a_peer_complains_first(place):
     result = fail(
         """
         if rank == 1:
-            wait_for("ready")
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            note("dying")
             os.kill(os.getpid(), signal.SIGKILL)
-        note("ready")
-        time.sleep(0.05)
+        wait_for("dying")
         raise ConnectionError("lost a peer")
         """,
         num=2,
@@ -370,6 +372,13 @@ def test_circles_are_left(place):
     assert len(result.attempts) == 3
     with pytest.raises(LaunchFailedError, match="for the same reason"):
         run("raise ValueError('always')", max_failures=-1)
+
+
+def test_same_checkpoint_again_is_no_progress(place):
+    """An error of the loop leaves one of the batch before it, each time it comes back."""
+    with pytest.raises(LaunchFailedError, match="3 attempts in a row") as caught:
+        run("liveness.note_commit('ba7', 7); raise ValueError('always')", max_failures=-1)
+    assert len(caught.value.facts["result"].attempts) == 4
 
 
 def test_preempted_worker_is_no_failure(place):

@@ -24,6 +24,7 @@ __all__ = [
     "exit_text",
     "first_of",
     "log_tail",
+    "own_frames",
     "read_failure",
     "signature_of",
     "write_failure",
@@ -71,7 +72,7 @@ class WorkerFailure:
 def write_failure(path: Path, error: BaseException, *, rank: int, is_final: bool = False) -> None:
     """Write down what was raised in this worker, at once."""
     kind = type(error)
-    lines = traceback.format_exception(kind, error, _own(error.__traceback__))
+    lines = traceback.format_exception(kind, error, own_frames(error.__traceback__))
     failure = WorkerFailure(
         rank=rank,
         at_s=time.time(),
@@ -139,7 +140,7 @@ def log_tail(path: Path, *, num_lines: int) -> str:
     return "\n".join(lines[-num_lines:])
 
 
-def _own(found: TracebackType | None) -> TracebackType | None:
+def own_frames(found: TracebackType | None) -> TracebackType | None:
     """Leave out the frames of the runner around the user's code."""
     inner = found
     while inner is not None:

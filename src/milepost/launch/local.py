@@ -120,6 +120,7 @@ class _Launch:
         self._signals = LauncherSignals(self._events)
         self._attempts: list[AttemptResult] = []
         self._newest: Commit | None = None
+        self._furthest_batch = -1
         self._ports: list[int] = []
         self._folder = Path()
 
@@ -192,7 +193,7 @@ class _Launch:
         cause = attempt.cause
         end = AttemptEnd(
             ending=attempt.ending,
-            has_new_checkpoint=attempt.commit is not None,
+            has_new_checkpoint=self._got_further(attempt.commit),
             is_final=cause is not None and cause.is_final,
             signature="" if cause is None else signature_of(cause),
         )
@@ -202,6 +203,20 @@ class _Launch:
             self._fail(attempt, decision)
         else:
             self._pause(decision, attempt)
+
+    def _got_further(self, commit: Commit | None) -> bool:
+        """Say whether a checkpoint is a gain.
+
+        An error in the loop may leave a checkpoint of the batch before it. At the next attempt the
+        same error leaves the same one again, and that is no progress.
+        """
+        if commit is None:
+            return False
+        if commit.batch is None:
+            return True
+        is_further = commit.batch > self._furthest_batch
+        self._furthest_batch = max(self._furthest_batch, commit.batch)
+        return is_further
 
     def _pause(self, decision: Restart, attempt: AttemptResult) -> None:
         try:

@@ -90,7 +90,8 @@ class AttemptEnd:
 
     Attributes:
         ending: How it ended.
-        has_new_checkpoint: Whether a checkpoint was acknowledged during it.
+        has_new_checkpoint: Whether a checkpoint was acknowledged during it that is further than
+            all before.
         is_final: Whether another attempt would end just the same.
         signature: What went wrong, in a form in which two failures for one reason are equal.
     """

@@ -19,12 +19,12 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import UsageError
 from ..liveness import flush_beat
 from .entry import call, check_json, find_function
-from .failures import PREEMPTED_CODES, write_failure
+from .failures import PREEMPTED_CODES, own_frames, write_failure
 
 __all__ = ["main"]
 
@@ -41,7 +41,7 @@ class _FinalError(Exception):
 
 
 def main(arguments: list[str]) -> None:
-    """Run what the arguments name; raise what it raises."""
+    """Run what the arguments name; end the process with 1 if it raises."""
     _end_with_launcher()
     faulthandler.enable()
     if hasattr(signal, "SIGUSR2"):
@@ -57,18 +57,25 @@ def _guarded(run: Callable[[], None]) -> None:
         run()
     except _FinalError as final:
         _tell(1, final.error, is_final=True)
-        raise final.error from None
+        _end_with(final.error)
     except SystemExit as error:
         if error.code in PREEMPTED_CODES:
             _tell(int(error.code), None)
         elif error.code not in (None, 0):
             _tell(1, error)
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - written down, printed, and ends the process
         _tell(1, error)
-        raise
+        _end_with(error)
     finally:
         flush_beat()
+
+
+def _end_with(error: Exception) -> NoReturn:
+    """Print an error as the interpreter would, without our own frames, and end with 1."""
+    trace = own_frames(error.__traceback__)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    raise SystemExit(1)
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
