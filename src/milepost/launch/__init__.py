@@ -13,8 +13,8 @@ from typing import Any
 from .attempt import AttemptResult
 from .config import RunConfig, ScalingConfig
 from .failures import WorkerFailure
-from .local import LaunchResult, launch
 from .policy import Ending, FailureConfig
+from .recovery import LaunchResult, launch
 
 __all__ = [
     "AttemptResult",

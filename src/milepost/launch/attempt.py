@@ -14,12 +14,13 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..liveness import Commit, read_batch, read_commit
 from .beats import Beats
+from .engine import Asked, Ended, Events, Group, Told
 from .failures import (
     PREEMPTED_CODES,
     WorkerFailure,
@@ -29,7 +30,6 @@ from .failures import (
     read_failure,
 )
 from .policy import Ending
-from .workers import Asked, Ended, Event, Keeper, Told, Workers
 
 __all__ = ["AttemptResult", "Limits", "run_attempt"]
 
@@ -89,41 +89,32 @@ class AttemptResult:
 
 
 def run_attempt(
-    command: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
-    *,
-    number: int,
-    folder: Path,
-    limits: Limits,
-    events: queue.SimpleQueue[Event],
-    keeper: Keeper,
+    group: Group, *, number: int, num_workers: int, folder: Path, limits: Limits, events: Events
 ) -> AttemptResult:
     """Run the workers of one attempt until none is left.
 
     Args:
-        command: What each worker runs.
-        environments: The environment of each rank.
+        group: The workers, not started yet.
         number: Number of the attempt, from 1.
-        folder: Its folder. Exists.
+        num_workers: How many they are.
+        folder: Where they write things down.
         limits: How long things may take.
-        events: Carries what happens to workers, and the launcher's signals.
-        keeper: Kills the workers if this process dies.
+        events: Carries what happens to them, and the launcher's signals.
     """
     started_s = time.monotonic()
-    workers = Workers(command, environments, folder=folder, events=events, keeper=keeper)
     try:
-        with workers:
-            watch = _Watch(workers, folder, limits)
-            while workers.running:
+        with group:
+            watch = _Watch(group, folder, limits)
+            while group.running:
                 watch.step(events)
     finally:
         _drop_stale(events)
-    commits = [read_commit(folder / f"rank-{rank}.commit") for rank in range(len(environments))]
-    batches = [read_batch(folder / f"rank-{rank}.beat") for rank in range(len(environments))]
+    commits = [read_commit(folder / f"rank-{rank}.commit") for rank in range(num_workers)]
+    batches = [read_batch(folder / f"rank-{rank}.beat") for rank in range(num_workers)]
     known = [one for one in commits if one is not None]
     return AttemptResult(
         number=number,
-        num_workers=len(environments),
+        num_workers=num_workers,
         ending=watch.ending,
         duration_s=time.monotonic() - started_s,
         failures=tuple(watch.failures()),
@@ -138,7 +129,7 @@ def run_attempt(
 class _End:
     """How a worker's process ended, when, and whether that was a signal of ours."""
 
-    code: int | None
+    event: Ended
     at_s: float
     is_by_us: bool
 
@@ -148,14 +139,14 @@ class _Watch:
 
     def __init__(
         self,
-        workers: Workers,
+        group: Group,
         folder: Path,
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ending = Ending.DONE
         self.signal_number: int | None = None
-        self._workers = workers
+        self._group = group
         self._folder = folder
         self._limits = limits
         self._clock = clock
@@ -168,11 +159,11 @@ class _Watch:
         self._hung: dict[int, float] = {}
         self._hung_at_s = 0.0
 
-    def step(self, events: queue.SimpleQueue[Event]) -> None:
+    def step(self, events: Events) -> None:
         """Wait for the next event or moment, and act on it."""
         due_s = self._kill_at_s
         if self.ending is Ending.DONE:
-            due_s = self._beats.next_look_s(self._workers.running)
+            due_s = self._beats.next_look_s(self._group.running)
         try:
             left_s = None if due_s is None else max(0.0, due_s - self._clock())
             event = events.get(timeout=left_s)
@@ -182,7 +173,7 @@ class _Watch:
         if isinstance(event, Ended):
             self._on_end(event)
         elif isinstance(event, Told):
-            if event.rank in self._workers.running:
+            if event.rank in self._group.running:
                 self._begin_after(event.rank, event.code)
         else:
             self._on_signal(event.number)
@@ -196,11 +187,11 @@ class _Watch:
         return first_of(one for one in found if one is not None)
 
     def _on_end(self, event: Ended) -> None:
-        self._workers.running.discard(event.rank)
+        self._group.running.discard(event.rank)
         is_by_us = event.code in _BY_US and event.rank in self._followers
         if event.code == -signal.SIGKILL and not self._is_killed:
             is_by_us = False
-        self._ends[event.rank] = _End(event.code, time.time(), is_by_us)
+        self._ends[event.rank] = _End(event, time.time(), is_by_us)
         if event.code != 0:
             self._begin_after(event.rank, event.code)
 
@@ -209,26 +200,26 @@ class _Watch:
         if self._num_interrupts > 1:
             self._kill()  # Ctrl-C twice: a person does not want to wait
         elif self.ending is Ending.ASKED_TO_END:
-            self._workers.signal(number)  # the grace is that of the first one
+            self._group.signal(number)  # the grace is that of the first one
         else:
             is_first = self.ending is Ending.DONE
             self.ending, self.signal_number = Ending.ASKED_TO_END, number
-            self._workers.signal(number)
+            self._group.signal(number)
             if is_first:
                 self._follow(self._limits.grace_s)
 
     def _on_time(self) -> None:
         if self._is_killed:
-            self._workers.running.clear()  # stuck in the kernel; the end of the block says so
+            self._group.running.clear()  # stuck in the kernel; the end of the block says so
             return
         if self.ending is not Ending.DONE:
             self._kill()
             return
-        self._hung = self._beats.overdue(sorted(self._workers.running))
+        self._hung = self._beats.overdue(sorted(self._group.running))
         if self._hung:
             self._hung_at_s = time.time()
             self.ending = Ending.HUNG
-            self._workers.signal(signal.SIGUSR2)
+            self._group.signal(signal.SIGUSR2)
             self._follow(_DUMP_S)
 
     def _begin_after(self, rank: int, code: int | None) -> None:
@@ -241,31 +232,32 @@ class _Watch:
         else:
             self.ending, grace_s = Ending.FAILED, self._limits.failure_grace_s
         # Not this one, which may still have a save to wait for on its way out.
-        self._workers.signal(signal.SIGTERM, but=rank)
+        self._group.signal(signal.SIGTERM, but=rank)
         self._follow(grace_s)
 
     def _follow(self, grace_s: float) -> None:
-        self._followers = set(self._workers.running)
+        self._followers = set(self._group.running)
         self._kill_at_s = self._clock() + grace_s
 
     def _kill(self) -> None:
         self._is_killed = True
         self._kill_at_s = self._clock() + _KILLED_S
-        self._workers.kill()
+        self._group.kill()
 
     def _failure(self, rank: int, end: _End) -> WorkerFailure | None:
+        code = end.event.code
         told = read_failure(self._folder / f"rank-{rank}.error.json")
         if told is not None:
-            return replace(told, code=end.code)
-        if end.code == 0 or end.is_by_us or end.code in PREEMPTED_CODES:
+            return replace(told, code=code)
+        if code == 0 or end.is_by_us or code in PREEMPTED_CODES:
             return None
         return WorkerFailure(
             rank=rank,
             at_s=end.at_s,
             type="",
-            message=f"the process {exit_text(end.code)}",
+            message=end.event.why or f"the process {exit_text(code)}",
             traceback=log_tail(self._folder / f"rank-{rank}.log", num_lines=_TAIL_LINES),
-            code=end.code,
+            code=code,
         )
 
     def _hang(self, rank: int, age_s: float, at_s: float) -> WorkerFailure:
@@ -278,7 +270,7 @@ class _Watch:
         )
 
 
-def _drop_stale(events: queue.SimpleQueue[Event]) -> None:
+def _drop_stale(events: Events) -> None:
     """Leave only the launcher's signals: the rest is of workers that are gone."""
     signals = []
     while True:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from .workers import Asked, Event
+from .engine import Asked, Events
 
 __all__ = ["LauncherSignals"]
 
@@ -25,7 +24,7 @@ class LauncherSignals:
         events: Where each signal is put.
     """
 
-    def __init__(self, events: queue.SimpleQueue[Event]) -> None:
+    def __init__(self, events: Events) -> None:
         self.received: int | None = None
         """The first signal."""
         self._events = events

@@ -12,101 +12,22 @@ before it could save. SIGKILL goes to the whole group.
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias
 
 from ..errors import DeadlineError
+from .engine import Ended, Events, Told
+from .keeping import Keeper
 from .output import Output
 
-__all__ = ["Asked", "Ended", "Event", "Keeper", "Told", "Workers"]
+__all__ = ["Workers"]
 
 _JOIN_S = 5.0
 _REAP_S = 30.0
-_KEEPER = Path(__file__).with_name("keeper.py")
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A worker's process has ended; ``code`` is negative for a signal."""
-
-    rank: int
-    code: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A worker's code has failed, or left with ``code``; its process may still be there."""
-
-    rank: int
-    code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The launcher has received a signal."""
-
-    number: int
-
-
-Event: TypeAlias = Ended | Told | Asked
-
-
-class Keeper:
-    """The process that kills the workers if this one dies.
-
-    It is started again if it was killed itself.
-    """
-
-    def __init__(self) -> None:
-        self._groups: set[int] = set()
-        self._process = self._start()
-
-    def add(self, group: int) -> None:
-        """Kill this process group when the launcher dies."""
-        self._groups.add(group)
-        self._say(f"+{group}\n")
-
-    def remove(self, group: int) -> None:
-        """Forget a group. Call it while its number cannot have been given to another one."""
-        self._groups.discard(group)
-        self._say(f"-{group}\n")
-
-    def close(self) -> None:
-        """End the keeper. No group may be left."""
-        assert not self._groups
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.kill()  # a forked child of ours may still hold the pipe
-        self._process.wait(_REAP_S)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(  # noqa: S603 - a file of ours
-            [sys.executable, "-I", "-S", str(_KEEPER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
-        )
-
-    def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line.encode())
-        except BrokenPipeError:
-            self._process.wait(_REAP_S)
-            self._process = self._start()
-            assert self._process.stdin is not None
-            lines = "".join(f"+{group}\n" for group in sorted(self._groups))
-            self._process.stdin.write(lines.encode())
 
 
 class Workers:
@@ -126,7 +47,7 @@ class Workers:
         environments: Sequence[Mapping[str, str]],
         *,
         folder: Path,
-        events: queue.SimpleQueue[Event],
+        events: Events,
         keeper: Keeper,
     ) -> None:
         self._command = list(command)

@@ -1,4 +1,4 @@
-"""``launch``: workers on this machine, brought back until the training is done.
+"""``launch``: workers that are brought back until the training is done.
 
 Everything that lasts is a file below the launch's folder; a new launch of the same name gets a
 folder of its own, and the training goes on from its checkpoints as after any other end.
@@ -20,13 +20,14 @@ from ..errors import LaunchFailedError, Preempted, UsageError, storage_error
 from ..liveness import Commit
 from .attempt import AttemptResult, Limits, run_attempt
 from .config import RunConfig, ScalingConfig
+from .engine import Engine, Event, Plan
 from .entry import Entry, function_entry, script_entry
-from .environment import check_outside, environment_of, free_port
+from .environment import check_outside
 from .failures import WorkerFailure, signature_of
+from .machine import LocalEngine
 from .policy import AttemptEnd, Ending, FailurePolicy, Restart, Stop
 from .signals import LauncherSignals
 from .summary import attempt_text, end_text
-from .workers import Event, Keeper
 
 __all__ = ["LaunchResult", "launch"]
 
@@ -97,7 +98,13 @@ def launch(
         if config is not None:
             raise UsageError("A script takes no config.", hint="Give it arguments.")
         entry = script_entry(train, arguments)
-    return _Launch(entry, scaling=scaling or ScalingConfig(), run=run, available=available).run()
+    return _Launch(
+        entry,
+        scaling=scaling or ScalingConfig(),
+        run=run,
+        available=available,
+        engine=LocalEngine(),
+    ).run()
 
 
 class _Launch:
@@ -110,18 +117,19 @@ class _Launch:
         scaling: ScalingConfig,
         run: RunConfig,
         available: Callable[[], int] | None,
+        engine: Engine,
     ) -> None:
         self._entry = entry
         self._scaling = scaling
         self._config = run
         self._available = available
+        self._engine = engine
         self._policy = FailurePolicy(run.failure_config)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._signals = LauncherSignals(self._events)
         self._attempts: list[AttemptResult] = []
         self._newest: Commit | None = None
         self._furthest_batch = -1
-        self._ports: list[int] = []
         self._folder = Path()
 
     def run(self) -> LaunchResult:
@@ -129,45 +137,35 @@ class _Launch:
         self._folder = _create_folder(Path(self._config.storage_path, self._config.name))
         given = {"config": self._entry.config, "sys_path": self._entry.sys_path}
         (self._folder / "config.json").write_text(json.dumps(given), encoding="utf-8")
-        with self._signals:
-            keeper = Keeper()
-            try:
-                while True:
-                    attempt = self._attempt(keeper)
-                    if attempt.ending is Ending.DONE:
-                        break
-                    self._after(attempt)
-            finally:
-                keeper.close()
+        with self._signals, self._engine as engine:
+            while True:
+                attempt = self._attempt(engine)
+                if attempt.ending is Ending.DONE:
+                    break
+                self._after(attempt)
         _say(end_text(tuple(self._attempts)))
         return self._result()
 
-    def _attempt(self, keeper: Keeper) -> AttemptResult:
+    def _attempt(self, engine: Engine) -> AttemptResult:
         number = len(self._attempts) + 1
         folder = self._folder / f"attempt-{number}"
         folder.mkdir()
-        num_workers, fewest = self._num_workers()
+        num_workers, fewest = self._num_workers(engine)
         if num_workers < fewest:
             attempt = _too_few(number, num_workers, fewest, folder)
         else:
-            port = free_port(self._ports)
-            self._ports.append(port)
             failures = self._config.failure_config
-            attempt = run_attempt(
-                [sys.executable, "-u", "-m", "milepost.launch.worker", *self._entry.arguments],
-                [
-                    environment_of(
-                        rank,
-                        num_workers=num_workers,
-                        attempt=number,
-                        max_failures=failures.max_failures,
-                        port=port,
-                        launch_folder=self._folder,
-                        base=os.environ,
-                    )
-                    for rank in range(num_workers)
-                ],
+            plan = Plan(
                 number=number,
+                num_workers=num_workers,
+                arguments=self._entry.arguments,
+                folder=self._folder,
+                max_failures=failures.max_failures,
+            )
+            attempt = run_attempt(
+                engine.group(plan, self._events),
+                number=number,
+                num_workers=num_workers,
                 folder=folder,
                 limits=Limits(
                     grace_s=self._config.grace_s,
@@ -175,16 +173,17 @@ class _Launch:
                     hang_timeout_s=failures.hang_timeout_s,
                 ),
                 events=self._events,
-                keeper=keeper,
             )
         self._attempts.append(attempt)
         if attempt.commit is not None:
             self._newest = attempt.commit
         return attempt
 
-    def _num_workers(self) -> tuple[int, int]:
+    def _num_workers(self, engine: Engine) -> tuple[int, int]:
         fewest, most = self._scaling.bounds
-        return min(most, most if self._available is None else self._available()), fewest
+        if self._available is not None:
+            most = min(most, self._available())
+        return most if most < fewest else engine.reserve(fewest, most), fewest
 
     def _after(self, attempt: AttemptResult) -> None:
         """Wait for the next attempt, or raise what ends the launch."""

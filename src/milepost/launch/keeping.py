@@ -1,0 +1,62 @@
+"""The launcher's end of the pipe to its keeper; see ``keeper.py``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["Keeper"]
+
+_REAP_S = 30.0
+_KEEPER = Path(__file__).with_name("keeper.py")
+
+
+class Keeper:
+    """The process that kills the workers if this one dies.
+
+    It is started again if it was killed itself.
+    """
+
+    def __init__(self) -> None:
+        self._groups: set[int] = set()
+        self._process = self._start()
+
+    def add(self, group: int) -> None:
+        """Kill this process group when the launcher dies."""
+        self._groups.add(group)
+        self._say(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """Forget a group. Call it while its number cannot have been given to another one."""
+        self._groups.discard(group)
+        self._say(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the keeper. No group may be left."""
+        assert not self._groups
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.kill()  # a forked child of ours may still hold the pipe
+        self._process.wait(_REAP_S)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603 - a file of ours
+            [sys.executable, "-I", "-S", str(_KEEPER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode())
+        except BrokenPipeError:
+            self._process.wait(_REAP_S)
+            self._process = self._start()
+            assert self._process.stdin is not None
+            lines = "".join(f"+{group}\n" for group in sorted(self._groups))
+            self._process.stdin.write(lines.encode())
