@@ -264,26 +264,25 @@ class Saver(Generic[T]):
             def write() -> list[Any]:
                 return [entry.to_json() for entry in self._write_share(mine, work)]
 
-            written = team.collect("write its share", write, timeout_s=deadline_s)
-            work.stats["write_s"] = time.perf_counter() - started_s
-            entries = [
-                FileEntry.from_json(one, where=f"rank {rank}")
-                for rank, files in enumerate(written)
-                for one in files
-            ]
-
-            def commit() -> bytes:
+            def commit(written: list[list[Any]]) -> bytes:
+                work.stats["write_s"] = time.perf_counter() - started_s
+                entries = [
+                    FileEntry.from_json(one, where=f"rank {rank}")
+                    for rank, files in enumerate(written)
+                    for one in files
+                ]
                 manifest = self._manifest(mine, work, entries, "milepost", team.world_size)
                 publish(self.store, self.session, manifest)
                 return manifest.to_bytes()
 
-            data = team.lead("commit", commit, timeout_s=deadline_s)
+            data = team.gather("write its share", write, commit, timeout_s=deadline_s)
         except BaseException as error:
             if team.rank == 0 and held is not None and not isinstance(error, FencedError):
                 self._abandon(held, error)
             raise
         manifest = Manifest.from_bytes(data, where=held.folder)
-        work.stats["commit_s"] = time.perf_counter() - started_s - work.stats["write_s"]
+        ended_s = time.perf_counter() - started_s
+        work.stats["commit_s"] = ended_s - work.stats.setdefault("write_s", ended_s)
         self._note_commit(manifest)
         return manifest
 

@@ -127,39 +127,49 @@ def agree(team: Team, share: Share, *, timeout_s: float) -> None:
             raise share.error
         return share.facts
 
-    found = team.collect("save", facts, timeout_s=timeout_s)
-    differing = [key for key in found[0] if any(one[key] != found[0][key] for one in found)]
-    if not differing:
+    said = team.gather("save", facts, _compare, timeout_s=timeout_s)
+    if not said["differing"]:
         return
-    if "items" not in differing:
-        said = "; ".join(
-            f"{key} is {found[0][key]!r} on rank 0 and {one[key]!r} on rank {rank}"
-            for key in differing
-            for rank, one in enumerate(found)
-            if one[key] != found[0][key]
-        )
-        raise _divergence(said)
-    names = sorted(
-        {
-            name
-            for one in found
-            for name in {*one["items"], *found[0]["items"]}
-            if one["items"].get(name) != found[0]["items"].get(name)
-        }
-    )
+    if said["what"]:
+        raise _divergence(said["what"])
+    names = said["items"]
     # Rarely needed, and then worth the way: which of the values it is.
-    leaves = team.collect("compare its state", lambda: _leaves(share, names), timeout_s=timeout_s)
-    paths = sorted(
-        {
-            path
-            for one in leaves
-            for path in {*one, *leaves[0]}
-            if one.get(path) != leaves[0].get(path)
-        }
+    paths = team.gather(
+        "compare its state", lambda: _leaves(share, names), _differing, timeout_s=timeout_s
     )
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     listed = ", ".join(paths[:_SHOWN]) + more
     raise _divergence(f"they have different values of {listed or ', '.join(names)}")
+
+
+def _compare(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return which facts differ among ranks, in words, or the names of the items that do."""
+    first = found[0]
+    differing = [key for key in first if any(one[key] != first[key] for one in found)]
+    what, items = "", []
+    if differing and "items" not in differing:
+        what = "; ".join(
+            f"{key} is {first[key]!r} on rank 0 and {one[key]!r} on rank {rank}"
+            for key in differing
+            for rank, one in list(enumerate(found))
+            if one[key] != first[key]
+        )
+    elif differing:
+        items = _differing([one["items"] for one in found])
+    return {"differing": differing, "what": what, "items": items}
+
+
+def _differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys that some ranks have other values of than the leader, or not at all."""
+    first = found[0]
+    return sorted(
+        {
+            key
+            for one in found
+            for key in {*one, *first}
+            if key not in one or key not in first or one[key] != first[key]
+        }
+    )
 
 
 def _divergence(said: str) -> MismatchError:

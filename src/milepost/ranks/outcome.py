@@ -75,13 +75,12 @@ class Outcome:
         )
 
 
-def raise_failures(task: str, outcomes: list[Outcome], *, rank: int) -> None:
-    """Raise if any rank failed: the same on every rank.
+def raise_failures(task: str, outcomes: list[Outcome]) -> None:
+    """Raise if any rank failed.
 
     Args:
         task: What was being done.
         outcomes: Of every rank.
-        rank: The rank that asks.
 
     Raises:
         RankFailedError: Naming the ranks and their errors. If all ranks failed in one way, which is
@@ -91,7 +90,7 @@ def raise_failures(task: str, outcomes: list[Outcome], *, rank: int) -> None:
     if not failed:
         return
     if len(failed) == len(outcomes) and len({one.error for one in failed}) == 1:
-        raise next(one for one in outcomes if one.rank == rank).exception()
+        raise outcomes[0].exception()
     lines = [f"  rank {one.rank}: {one.error}: {one.what}" for one in failed[:_SHOWN_RANKS]]
     if len(failed) > _SHOWN_RANKS:
         lines.append(f"  and {len(failed) - _SHOWN_RANKS} more")

@@ -1,9 +1,10 @@
 """The team: the ranks that write one run together, and how they agree.
 
-Two ways to agree, both with a deadline, and both safe to use in a background thread:
+Three ways to agree, each with a deadline, and each safe to use in a background thread:
 
 ``lead``     the leader (rank 0) does something, and every rank gets its result.
 ``collect``  every rank does something, and every rank gets all results.
+``gather``   every rank does something, the leader makes one answer of it, and every rank gets that.
 
 An error on any rank comes out on every rank as the same summary, also where a rank does not come:
 whoever waits for it says for whom. Every rank must ask for the same things in the same order; each
@@ -37,6 +38,7 @@ from .outcome import Outcome, raise_failures
 __all__ = ["Solo", "StoreTeam", "Team", "join_team"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _log = logging.getLogger("milepost")
 
@@ -57,6 +59,30 @@ class Team(Protocol):
 
     def collect(self, task: str, work: Callable[[], T], *, timeout_s: float) -> list[T]:
         """Do something on every rank; return every result by rank, or raise for those that failed.
+
+        Raises:
+            RankFailedError: Some ranks failed, the same error on every rank.
+            DeadlineError: Some ranks did not come within ``timeout_s`` seconds.
+        """
+
+    def gather(
+        self,
+        task: str,
+        work: Callable[[], T],
+        conclude: Callable[[list[T]], R],
+        *,
+        timeout_s: float,
+    ) -> R:
+        """Do something on every rank, and have the leader make one answer of the results.
+
+        It is one way there and one back, and what comes back is as large as the answer.
+
+        Args:
+            task: What is done, for messages.
+            work: Done on every rank.
+            conclude: Called on the leader with the results by rank.
+            timeout_s: How long the leader waits for the last rank. What it does with the results
+                may take as long again.
 
         Raises:
             RankFailedError: Some ranks failed, the same error on every rank.
@@ -85,6 +111,18 @@ class Solo:
         """Do it."""
         del task, timeout_s
         return [work()]
+
+    def gather(
+        self,
+        task: str,
+        work: Callable[[], T],
+        conclude: Callable[[list[T]], R],
+        *,
+        timeout_s: float,
+    ) -> R:
+        """Do it."""
+        del task, timeout_s
+        return conclude([work()])
 
     def for_thread(self, name: str) -> Solo:
         """Return itself."""
@@ -201,27 +239,49 @@ class StoreTeam:
 
     def collect(self, task: str, work: Callable[[], T], *, timeout_s: float) -> list[T]:
         """Do something on every rank; see :class:`Team`."""
+        return self._join(task, work, lambda results: results, timeout_s, _FOLLOWER_MARGIN_S)
+
+    def gather(
+        self,
+        task: str,
+        work: Callable[[], T],
+        conclude: Callable[[list[T]], R],
+        *,
+        timeout_s: float,
+    ) -> R:
+        """Do something on every rank, and conclude on the leader; see :class:`Team`."""
+        return self._join(task, work, conclude, timeout_s, timeout_s + _FOLLOWER_MARGIN_S)
+
+    def _join(
+        self,
+        task: str,
+        work: Callable[[], T],
+        conclude: Callable[[list[T]], R],
+        timeout_s: float,
+        margin_s: float,
+    ) -> R:
+        """Do the work; on the leader conclude and answer, elsewhere wait for the answer."""
         key = self._next_key()
         own: BaseException | None = None
         try:
             outcome = Outcome(self.rank, work(), task=task)
         except BaseException as error:  # noqa: BLE001 - told to every rank, and raised on each
             own, outcome = error, Outcome.of_error(self.rank, task, error)
-        if self.rank == 0:
-            outcomes = self._gather(key, task, outcome, timeout_s)
-        else:
+        if self.rank != 0:
             self._post(f"{key}/{self.rank}", outcome.to_bytes())
-            gathered = self._wait_for_leader(key, task, timeout_s + _FOLLOWER_MARGIN_S)
-            if gathered.is_failure:
-                raise gathered.exception()
-            outcomes = [Outcome.from_bytes(data) for data in gathered.value]
+            answer = self._wait_for_leader(key, task, timeout_s + margin_s)
+            if answer.is_failure:
+                raise _as_told(answer.exception(), own)
+            return answer.value  # type: ignore[no-any-return]
         try:
-            raise_failures(task, outcomes, rank=self.rank)
-        except Exception as error:
-            if own is not None and type(own) is type(error):
-                raise own from None  # with its facts and its cause
-            raise error from own
-        return [one.value for one in outcomes]
+            answers = self._gather(key, task, outcome, timeout_s)
+            raise_failures(task, answers)
+            value = conclude([one.value for one in answers])
+        except BaseException as error:
+            self._post(key, Outcome.of_error(0, task, error).to_bytes())
+            raise _as_told(error, own)  # noqa: B904 - it has its cause
+        self._post(key, Outcome(0, value, task=task).to_bytes())
+        return value
 
     def note(self, key: str, text: str) -> None:
         """Write something down for the others to find."""
@@ -259,16 +319,11 @@ class StoreTeam:
             except DeadlineError:
                 missing.append(rank)
         if missing:
-            error = _missing(task, missing, timeout_s, own)
-            self._post(key, Outcome.of_error(0, task, error).to_bytes())
-            raise error
+            raise _missing(task, missing, timeout_s, own)
         outcomes = [Outcome.from_bytes(data) for data in answers]
         others = {one.rank: one.task for one in outcomes if one.task != task}
         if others:
-            apart = _apart(task, others)
-            self._post(key, Outcome.of_error(0, task, apart).to_bytes())
-            raise apart
-        self._post(key, Outcome(0, answers, task=task).to_bytes())
+            raise _apart(task, others)
         return outcomes
 
     def _wait_for_leader(self, key: str, task: str, timeout_s: float) -> Outcome:
@@ -290,6 +345,19 @@ class StoreTeam:
         self._posted.append(key)
         if len(self._posted) > _KEPT_TASKS:
             self._server.forget(self._posted.popleft())
+
+
+def _as_told(error: BaseException, own: BaseException | None) -> BaseException:
+    """Return the error to raise on this rank, with its own error as the cause.
+
+    Where they are of one kind it is its own: that has facts and a cause which were not sent.
+    """
+    if own is None or error is own:
+        return error
+    if type(own) is type(error):
+        return own
+    error.__cause__ = own
+    return error
 
 
 def _apart(task: str, others: dict[int, str]) -> RankFailedError:

@@ -167,3 +167,43 @@ def test_one_process_is_a_team_of_one() -> None:
     assert team.collect("count", lambda: 6, timeout_s=0) == [6]
     with pytest.raises(KeyError):
         team.collect("fail", lambda: fail(KeyError("x")), timeout_s=0)
+
+
+def test_the_leader_makes_one_answer_of_all_results() -> None:
+    """It is all that comes back."""
+
+    def body(team: Team) -> Any:
+        conclude = sum if team.rank == 0 else (lambda _: fail(AssertionError()))
+        return [
+            team.gather("add", lambda n=n: team.rank + n, conclude, timeout_s=20)  # type: ignore[misc]
+            for n in range(3)
+        ]
+
+    assert on_ranks(body, body, body) == [[3, 6, 9]] * 3
+    assert Solo().gather("add", lambda: 5, sum, timeout_s=1) == 5
+
+
+def test_what_the_leader_finds_wrong_with_the_results_is_everybodys_error() -> None:
+    """With its class, and the next task works."""
+
+    def body(team: Team) -> Any:
+        error = mp.MismatchError("They differ.", safe="All is safe.", hint="Go.")
+        with pytest.raises(mp.MismatchError, match=r"They differ\."):
+            team.gather("compare", lambda: team.rank, lambda _: fail(error), timeout_s=20)
+        return team.gather("add", lambda: 1, sum, timeout_s=20)
+
+    assert on_ranks(body, body) == [2, 2]
+
+
+def test_an_error_of_this_rank_keeps_its_facts_and_its_cause() -> None:
+    """Where all ranks fail alike, each has more to say of its own error than was sent around."""
+
+    def body(team: Team) -> Any:
+        def work() -> int:
+            raise mp.MissingError("It is gone.", path=f"of rank {team.rank}") from KeyError("x")
+
+        with pytest.raises(mp.MissingError) as caught:
+            team.gather("look", work, sum, timeout_s=20)
+        return caught.value.facts["path"], type(caught.value.__cause__)
+
+    assert on_ranks(body, body) == [("of rank 0", KeyError), ("of rank 1", KeyError)]
