@@ -76,6 +76,8 @@ class Checkpointer:
         strict: Whether a resume demands that state and objects fit exactly.
         rank_timeout_s: Of several ranks: how long one waits for another to come to the same save or
             start, in seconds.
+        share_timeout_s: Of several ranks: how long the leader waits for the last one to write its
+            share, in seconds.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
             ``state_dict`` and ``load_state_dict``, a :class:`Value`, or a dict of such.
 
@@ -101,6 +103,7 @@ class Checkpointer:
         grace_s: float = 30.0,
         strict: bool = True,
         rank_timeout_s: float = 45.0,
+        share_timeout_s: float = 1800.0,
         **objects: Any,
     ) -> None:
         options = WriterOptions(
@@ -112,6 +115,7 @@ class Checkpointer:
             max_failed_saves=max_failed_saves,
             link_unchanged=link_unchanged,
             rank_timeout_s=rank_timeout_s,
+            share_timeout_s=share_timeout_s,
         )
         text = os.fspath(folder)
         is_uri = "://" in text

@@ -63,6 +63,8 @@ class WriterOptions:
         link_unchanged: Whether frozen weights that did not change share one file.
         rank_timeout_s: Of several ranks: how long one waits for another to come to the same save or
             start, in seconds.
+        share_timeout_s: Of several ranks: how long the leader waits for the last one to write its
+            share, in seconds.
     """
 
     resume: Resume = "auto"
@@ -73,6 +75,7 @@ class WriterOptions:
     max_failed_saves: int = 3
     link_unchanged: bool = True
     rank_timeout_s: float = 45.0
+    share_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         _require("resume", self.resume, ("never", "auto", "must"))
@@ -81,13 +84,14 @@ class WriterOptions:
         check_compression(self.save_compression, self.save_format)
         if self.max_failed_saves < 1:
             raise UsageError("max_failed_saves must be at least 1.")
-        if not self.rank_timeout_s > 0:
-            raise UsageError("rank_timeout_s must be above 0.")
+        for name in ("rank_timeout_s", "share_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} must be above 0.")
 
     @property
     def deadlines(self) -> Deadlines:
         """Return how long ranks wait for each other."""
-        return Deadlines(meet_s=self.rank_timeout_s)
+        return Deadlines(meet_s=self.rank_timeout_s, write_s=self.share_timeout_s)
 
 
 Restore = Callable[[Checkpoint], None]

@@ -318,6 +318,35 @@ def test_h18_a_save_from_one_rank_alone_ends(tmp_path: Path) -> None:
     assert mp.open_run(tmp_path).checkpoints() == []
 
 
+def test_a_rank_that_writes_too_late_takes_it_back(tmp_path: Path) -> None:
+    """The leader gave the save up; files that nobody claims would stay for ever."""
+    body = f"""
+    import time
+    with mp.Checkpointer({str(tmp_path)!r}, model=model, share_timeout_s=1.0) as run:
+        saver = run._writer._saver
+        write = saver._write_share
+        def late(held, work):
+            entries = write(held, work)
+            time.sleep(4)
+            return entries
+        if rank == 1:
+            saver._write_share = late
+        attempt("late")
+        saver._write_share = write
+        give(left=os.path.exists({str(tmp_path)!r} + "/late"))
+        attempt("late")
+        give(said=said)
+    """
+    given = run_ranks(FAULTS + body, 2, timeout_s=60)
+    for one in given:
+        (kind, text), again = one["said"]
+        assert kind == "DeadlineError"
+        assert "Rank 1 did not come within 1 s to write its share" in text
+        assert again == "ok"
+    assert given[1]["left"] is False
+    assert [one.name for one in mp.open_run(tmp_path).checkpoints()] == ["late"]
+
+
 def test_a_rank_that_sees_another_folder_is_told(tmp_path: Path) -> None:
     """Its part would be missing from every checkpoint."""
     body = f"""

@@ -33,7 +33,7 @@ from ..errors import CheckpointError, FencedError, UsageError
 from ..format.layout import INDEX
 from ..format.manifest import FORMAT_VERSION, FileEntry, Manifest
 from ..ranks.team import Team
-from ..runs.publish import Claim, abandon, claim, publish
+from ..runs.publish import Claim, abandon, claim, publish, withdraw
 from ..runs.sessions import Session
 from ..stores.base import Store
 from ..stores.pages import page_memory
@@ -255,6 +255,7 @@ class Saver(Generic[T]):
         team, share, deadline_s = self._team, work.share, self._deadlines.write_s
         agree(team, share, timeout_s=self._deadlines.meet_s)
         held: Claim | None = None
+        mine_written: list[str] = []
         started_s = time.perf_counter()
         try:
             held = self._claim_together(team, share.name, work.attempt)
@@ -262,7 +263,9 @@ class Saver(Generic[T]):
             mine = held
 
             def write() -> list[Any]:
-                return [entry.to_json() for entry in self._write_share(mine, work)]
+                entries = self._write_share(mine, work)
+                mine_written.extend(entry.path for entry in entries)
+                return [entry.to_json() for entry in entries]
 
             def commit(written: list[list[Any]]) -> bytes:
                 work.stats["write_s"] = time.perf_counter() - started_s
@@ -277,8 +280,11 @@ class Saver(Generic[T]):
 
             data = team.gather("write its share", write, commit, timeout_s=deadline_s)
         except BaseException as error:
-            if team.rank == 0 and held is not None and not isinstance(error, FencedError):
-                self._abandon(held, error)
+            if held is not None and not isinstance(error, FencedError):
+                if team.rank == 0:
+                    self._abandon(held, error)
+                else:
+                    self._withdraw(held, mine_written)
             raise
         manifest = Manifest.from_bytes(data, where=held.folder)
         ended_s = time.perf_counter() - started_s
@@ -323,6 +329,13 @@ class Saver(Generic[T]):
             return
         if left:
             _log.warning("After a failed save %s could not be removed: %s", held.folder, left)
+
+    def _withdraw(self, held: Claim, paths: Sequence[str]) -> None:
+        """Remove what this rank wrote after the leader had given up; say so where that fails."""
+        try:
+            withdraw(self.store, held, paths)
+        except CheckpointError as error:
+            _log.warning("What was written too late to %s was not removed: %s", held.folder, error)
 
     def _write(self, held: Claim, work: _Work[T]) -> Manifest:
         started_s = time.perf_counter()

@@ -277,7 +277,7 @@ class StoreTeam:
             answers = self._gather(key, task, outcome, timeout_s)
             raise_failures(task, answers)
             value = conclude([one.value for one in answers])
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told to every rank, and raised on each
             self._post(key, Outcome.of_error(0, task, error).to_bytes())
             raise _as_told(error, own)  # noqa: B904 - it has its cause
         self._post(key, Outcome(0, value, task=task).to_bytes())

@@ -15,7 +15,7 @@ from .keep import (
 )
 from .pins import is_pinned, list_pins, pin, unpin
 from .prune import Decision, PruneReport, decide, delete_checkpoint, prune, sweep
-from .publish import Claim, abandon, claim, point_latest, publish
+from .publish import Claim, abandon, claim, point_latest, publish, withdraw
 from .scan import Found, RunView, State, read_manifest, scan
 from .sessions import (
     Origin,
@@ -77,4 +77,5 @@ __all__ = [
     "this_process",
     "unpin",
     "verify",
+    "withdraw",
 ]

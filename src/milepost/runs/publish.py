@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import (
@@ -58,7 +58,7 @@ from .folders import candidates, check_folder, file_key
 from .manifests import read_manifest
 from .sessions import Session, check_not_fenced, read_run
 
-__all__ = ["Claim", "abandon", "claim", "point_latest", "publish"]
+__all__ = ["Claim", "abandon", "claim", "point_latest", "publish", "withdraw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +229,28 @@ def give_up(store: Store, folder: str, *, write_id: str | None) -> list[str]:
         return []
     failed = erase(store, folder)
     return list(dict.fromkeys((*failed, deleted))) if failed else []
+
+
+def withdraw(store: Store, held: Claim, paths: Iterable[str]) -> list[str]:
+    """Delete what one of several writers wrote too late: the attempt was given up meanwhile.
+
+    While the claim is there, whoever made it removes everything. Once it is gone nobody can take
+    the folder, which is not empty; so what is deleted here belongs to no other attempt.
+
+    Args:
+        store: The run's store.
+        held: The claim of the attempt.
+        paths: What this writer wrote, relative to the folder.
+
+    Returns:
+        The keys that were deleted.
+    """
+    if _claimed_by(store, held.folder) is not None or _is_there(store, held.folder, MANIFEST):
+        return []
+    keys = [file_key(held.folder, path) for path in paths]
+    for key in keys:
+        store.delete(key)
+    return keys
 
 
 def point_latest(store: Store, name: str) -> CheckpointError | None:

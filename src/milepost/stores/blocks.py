@@ -112,17 +112,22 @@ class LocalWriter:
             raise storage_error(error, operation="fsync", path=self._path) from error
 
     def abort(self) -> None:
-        """Close and remove the file. Never raises; does nothing once the file is complete."""
+        """Close and remove the file. Never raises; does nothing once the file is complete.
+
+        A writer that comes so late that its file was removed and made anew by another leaves that
+        one alone.
+        """
         with self._lock:
             fd, self._fd = self._fd, None
         if fd is None:
             return
         try:
-            os.close(fd)
+            if os.path.samestat(os.fstat(fd), os.lstat(self._path)):
+                os.unlink(self._path)
         except OSError as error:
             self.abort_errors.append(error)
         try:
-            os.unlink(self._path)
+            os.close(fd)
         except OSError as error:
             self.abort_errors.append(error)
 

@@ -27,6 +27,7 @@ from milepost.runs import (
     publish,
     read_manifest,
     scan,
+    withdraw,
 )
 from milepost.stores import LocalStore
 from milepost.testing import Fault, FaultStore, write_key
@@ -229,6 +230,26 @@ def test_abandoning_removes_the_attempt(store, prepared):
     assert abandon(store, held) == []
     assert keys(store, "ep2") == set()
     assert abandon(store, "never") == []
+
+
+def test_a_late_writer_takes_back_what_it_wrote_after_the_attempt_was_given_up(store, begin):
+    """Files that nobody claims would keep the folder from being used, and be swept by nobody."""
+    held = claim(store, begin(store), "ep1", 1)
+    abandon(store, held)
+    write_key(store, "ep1/late", b"late")
+    assert withdraw(store, held, ["late"]) == ["ep1/late"]
+    assert keys(store, "ep1") == set()
+
+
+def test_a_writer_takes_nothing_back_while_the_folder_is_claimed_or_committed(store, prepared):
+    """Whoever claimed it removes everything, and what is committed stays."""
+    session, manifest = prepared
+    held = Claim("ep2", session.number, 2, manifest.write_id)
+    assert withdraw(store, held, ["part"]) == []
+    publish(store, session, manifest)
+    store.delete("ep2/attempt.json")
+    assert withdraw(store, held, ["part"]) == []
+    assert "ep2/part" in keys(store, "ep2")
 
 
 def test_a_commit_is_not_abandoned(store, prepared):

@@ -224,6 +224,17 @@ def test_an_error_with_a_partial_page_in_hand_is_that_error(store, monkeypatch):
         writer.write_at(0, memoryview(b"1"))
 
 
+def test_a_late_abort_leaves_the_file_of_another_writer_alone(tmp_path):
+    """A hung writer whose attempt was swept must not remove what was written in its place."""
+    store = LocalStore(tmp_path)
+    late = store.create_writer("part", 4)
+    store.delete("part")
+    write_key(store, "part", b"anew")
+    late.abort()
+    assert late.abort_errors == []
+    assert store.get("part") == b"anew"
+
+
 def test_what_goes_wrong_while_dropping_a_file_is_recorded(store, monkeypatch):
     """``abort`` runs in error handlers and must not hide the error that led there."""
     writer = store.create_writer("a", 10)
