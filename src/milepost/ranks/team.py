@@ -35,7 +35,7 @@ if dist.is_available():
 from ..errors import CheckpointError, DeadlineError, RankFailedError, UsageError
 from .outcome import Outcome, raise_failures
 
-__all__ = ["Solo", "StoreTeam", "Team", "join_team"]
+__all__ = ["Solo", "StoreTeam", "Team", "find_rank", "join_team"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -383,29 +383,38 @@ def _missing(task: str, ranks: list[int], timeout_s: float, own: Outcome | None)
     )
 
 
+def find_rank() -> tuple[int, int]:
+    """Return the rank of this process and how many there are: 0 of 1 without a process group.
+
+    Raises:
+        UsageError: The environment says that there are several workers, and there is no process
+            group.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    expected = int(os.environ.get("WORLD_SIZE", "1") or "1")
+    if expected > 1:
+        raise UsageError(
+            f"This is one of {expected} workers (WORLD_SIZE), and they have no process group.",
+            safe="Nothing was touched.",
+            hint="Call torch.distributed.init_process_group() before the run is opened.",
+        )
+    return 0, 1
+
+
 def join_team() -> Team:
     """Join the ranks of the process group, or be alone where there is none.
 
     Every rank must call it. The leader opens a server on a free port of its machine.
 
     Raises:
-        UsageError: The environment says that there are several workers, and there is no process
-            group.
+        UsageError: See :func:`find_rank`.
     """
     global _num_joined  # noqa: PLW0603 - as many times on every rank, so that it names the team
-    is_grouped = dist.is_available() and dist.is_initialized()
-    world_size = dist.get_world_size() if is_grouped else 1
-    expected = int(os.environ.get("WORLD_SIZE", "1") or "1")
-    if expected > 1 and not is_grouped:
-        raise UsageError(
-            f"This is one of {expected} workers (WORLD_SIZE), and they have no process group.",
-            safe="Nothing was touched.",
-            hint="Call torch.distributed.init_process_group() before the run is opened.",
-        )
+    rank, world_size = find_rank()
     if world_size == 1:
         return Solo()
     _num_joined += 1
-    rank = dist.get_rank()
     meeting = PrefixStore(f"milepost/{_num_joined}", _get_default_store())
     server: TCPStore | None = None
     if rank == 0:

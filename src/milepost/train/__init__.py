@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..progress.time import Time, TimeUnit
 from ..progress.timer import Timer
+from ..state.resumable_sampler import ResumableSampler
 from .algorithm import Algorithm
 from .algorithms import EMA
 from .callback import Callback
@@ -24,6 +25,7 @@ __all__ = [
     "Evaluator",
     "Event",
     "Precision",
+    "ResumableSampler",
     "State",
     "Time",
     "TimeUnit",
