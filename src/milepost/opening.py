@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from .checkpoint import Checkpoint, run_store
-from .engine.single import check_compression
-from .engine.together import Deadlines
 from .errors import (
     CheckpointError,
     DamagedError,
@@ -31,7 +29,7 @@ from .errors import (
     UsageError,
 )
 from .format.layout import session_key
-from .ranks.team import Team
+from .ranks.solo import Deadlines, Team
 from .runs.keep import KeepPolicy
 from .runs.manifests import ManifestCache
 from .runs.prune import sweep
@@ -40,6 +38,7 @@ from .runs.sessions import Origin, Session, ensure_run, open_session, read_run, 
 from .runs.verify import newest_good
 from .stores.base import Store
 from .stores.prefix import PrefixStore
+from .visible import check_compression
 
 __all__ = ["Opened", "Opening", "Restore", "Resume", "WriterOptions"]
 

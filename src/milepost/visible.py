@@ -11,17 +11,37 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from .errors import ExistsError, MissingError
+from .errors import ExistsError, MissingError, UsageError
 from .format.layout import HIDDEN
 from .format.manifest import Manifest
 from .stores.base import Store
 
-__all__ = ["SUFFIXES", "VisibleFiles"]
+__all__ = ["SUFFIXES", "VisibleFiles", "check_compression"]
 
 _log = logging.getLogger("milepost")
 
 SUFFIXES = {"": ".pt", "gzip": ".pt.gz", "bzip2": ".pt.bz2", "lzma": ".pt.xz"}
 """Ending of a single file by its compression."""
+
+
+def check_compression(compression: str | None, save_format: str) -> str:
+    """Return the compression to use; ``""`` for none.
+
+    Raises:
+        UsageError: Unknown, or asked for with a format of several files.
+    """
+    name = compression or ""
+    if name not in SUFFIXES:
+        raise UsageError(
+            f"save_compression={compression!r} is not known.",
+            hint='Use "gzip", "bzip2", "lzma", or "" for none.',
+        )
+    if name and save_format != "torch":
+        raise UsageError(
+            f'save_compression={compression!r} works with save_format="torch" only.',
+            hint="Drop it: the milepost format stays readable by safetensors and by ranges.",
+        )
+    return name
 
 
 class VisibleFiles:

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from .checkpoint import Checkpoint, Run
 from .engine.pending import PendingSave
 from .engine.save import Saver, SaveRequest
-from .engine.single import check_compression
 from .errors import CheckpointError, FencedError, SaveFailedError, UsageError
 from .exit_check import unwatch, watch
 from .format.layout import HIDDEN
 from .format.manifest import Manifest
 from .liveness import note_commit
 from .opening import Opening, Restore, WriterOptions
-from .ranks.team import Solo, Team
+from .ranks.solo import Solo, Team
 from .runs.keep import may_give_up
 from .runs.manifests import ManifestCache
 from .runs.prune import decide, delete_checkpoint, prune
@@ -30,7 +29,7 @@ from .stores.base import Store
 from .stores.prefix import PrefixStore
 from .stores.url import open_store
 from .tensors.pack import PackedItem
-from .visible import VisibleFiles
+from .visible import VisibleFiles, check_compression
 
 __all__ = ["RunWriter"]
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from ..errors import CheckpointError, FencedError, UsageError
 from ..format.layout import INDEX
 from ..format.manifest import FORMAT_VERSION, FileEntry, Manifest
-from ..ranks.team import Team
+from ..ranks.solo import Deadlines, Team
 from ..runs.publish import Claim, abandon, claim, publish, withdraw
 from ..runs.sessions import Session
 from ..stores.base import Store
@@ -47,7 +47,7 @@ from .plan import Plan, make_plan
 from .shares import own_share
 from .single import check_plain, encode_single
 from .stage import StagedPart, Stager
-from .together import Deadlines, Share, agree
+from .together import Share, agree
 from .write import FileJob, file_job, write_files
 
 __all__ = ["SaveRequest", "Saver"]

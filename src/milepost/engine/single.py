@@ -18,39 +18,18 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedStateError, UsageError
+from ..errors import UnsupportedStateError
 from ..format import tree
 from ..format.digest import BLOCK_BYTES
 from ..stores.pages import page_memory
-from ..visible import SUFFIXES
 
-__all__ = ["check_compression", "check_plain", "encode_single"]
+__all__ = ["check_plain", "encode_single"]
 
 _COMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
     "gzip": lambda out: gzip.GzipFile(fileobj=out, mode="wb", compresslevel=6, mtime=0),
     "bzip2": lambda out: bz2.BZ2File(out, mode="wb"),
     "lzma": lambda out: lzma.LZMAFile(out, mode="wb", preset=1),  # noqa: SIM115 - used in a with
 }
-
-
-def check_compression(compression: str | None, save_format: str) -> str:
-    """Return the compression to use; ``""`` for none.
-
-    Raises:
-        UsageError: Unknown, or asked for with a format of several files.
-    """
-    name = compression or ""
-    if name not in SUFFIXES:
-        raise UsageError(
-            f"save_compression={compression!r} is not known.",
-            hint='Use "gzip", "bzip2", "lzma", or "" for none.',
-        )
-    if name and save_format != "torch":
-        raise UsageError(
-            f'save_compression={compression!r} works with save_format="torch" only.',
-            hint="Drop it: the milepost format stays readable by safetensors and by ranges.",
-        )
-    return name
 
 
 def encode_single(value: Any, *, compression: str) -> list[memoryview]:

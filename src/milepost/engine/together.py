@@ -20,26 +20,13 @@ from ..errors import MismatchError
 from ..format.digest import crc32c
 from ..format.layout import INDEX, rank_index
 from ..format.manifest import FORMAT_VERSION
-from ..ranks.team import Team
+from ..ranks.solo import Team
 from ..tensors.pack import PackedItem
 from .pieces import piece_rows
 
-__all__ = ["Deadlines", "Share", "agree"]
+__all__ = ["Share", "agree"]
 
 _SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """How long ranks wait for each other, in seconds.
-
-    Attributes:
-        meet_s: For a rank that has not come to the same save or restore yet.
-        write_s: For a rank that reads or writes its share.
-    """
-
-    meet_s: float = 45.0
-    write_s: float = 1800.0
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from .team import StoreTeam, Team
+from .solo import Team
+from .team import StoreTeam
 
 __all__ = ["StopTogether"]
 

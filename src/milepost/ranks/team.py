@@ -19,12 +19,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -34,6 +33,8 @@ if dist.is_available():
 
 from ..errors import CheckpointError, DeadlineError, RankFailedError, UsageError
 from .outcome import Outcome, raise_failures
+from .server import JOIN_TIMEOUT_S, Server, ServerBoard
+from .solo import Solo, Team
 
 __all__ = ["Solo", "StoreTeam", "Team", "find_rank", "join_team"]
 
@@ -44,159 +45,7 @@ _log = logging.getLogger("milepost")
 
 _KEPT_TASKS = 64
 _FOLLOWER_MARGIN_S = 10.0
-_JOIN_TIMEOUT_S = 60.0
 _num_joined = 0
-
-
-class Team(Protocol):
-    """The ranks that write one run."""
-
-    rank: int
-    world_size: int
-
-    def lead(self, task: str, work: Callable[[], T], *, timeout_s: float) -> T:
-        """Have the leader do something; return its result, or raise its error, on every rank."""
-
-    def collect(self, task: str, work: Callable[[], T], *, timeout_s: float) -> list[T]:
-        """Do something on every rank; return every result by rank, or raise for those that failed.
-
-        Raises:
-            RankFailedError: Some ranks failed, the same error on every rank.
-            DeadlineError: Some ranks did not come within ``timeout_s`` seconds.
-        """
-
-    def gather(
-        self,
-        task: str,
-        work: Callable[[], T],
-        conclude: Callable[[list[T]], R],
-        *,
-        timeout_s: float,
-    ) -> R:
-        """Do something on every rank, and have the leader make one answer of the results.
-
-        It is one way there and one back, and what comes back is as large as the answer.
-
-        Args:
-            task: What is done, for messages.
-            work: Done on every rank.
-            conclude: Called on the leader with the results by rank.
-            timeout_s: How long the leader waits for the last rank. What it does with the results
-                may take as long again.
-
-        Raises:
-            RankFailedError: Some ranks failed, the same error on every rank.
-            DeadlineError: Some ranks did not come within ``timeout_s`` seconds.
-        """
-
-    def for_thread(self, name: str) -> Team:
-        """Return a team of the same ranks whose tasks are counted apart, for another thread."""
-
-    def leave(self, *, timeout_s: float) -> None:
-        """Leave for good. The leader stays until the others have left, or the time is over."""
-
-
-class Solo:
-    """A team of one."""
-
-    rank = 0
-    world_size = 1
-
-    def lead(self, task: str, work: Callable[[], T], *, timeout_s: float) -> T:
-        """Do it."""
-        del task, timeout_s
-        return work()
-
-    def collect(self, task: str, work: Callable[[], T], *, timeout_s: float) -> list[T]:
-        """Do it."""
-        del task, timeout_s
-        return [work()]
-
-    def gather(
-        self,
-        task: str,
-        work: Callable[[], T],
-        conclude: Callable[[list[T]], R],
-        *,
-        timeout_s: float,
-    ) -> R:
-        """Do it."""
-        del task, timeout_s
-        return conclude([work()])
-
-    def for_thread(self, name: str) -> Solo:
-        """Return itself."""
-        del name
-        return self
-
-    def leave(self, *, timeout_s: float) -> None:
-        """Do nothing."""
-        del timeout_s
-
-
-class _Server:
-    """Connections to the key-value server, one for each thread."""
-
-    def __init__(self, host: str, port: int, server: TCPStore | None) -> None:
-        self._address = (host, port)
-        self._server = server  # held: it ends with the last reference
-        self._local = threading.local()
-
-    def set(self, key: str, value: bytes) -> None:
-        self._connection().set(key, value.decode("ascii"))
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """Return a value as soon as it is there.
-
-        Raises:
-            DeadlineError: It did not come.
-            RankFailedError: The leader is gone.
-        """
-        connection = self._connection()
-        try:
-            connection.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
-            return bytes(connection.get(key))
-        except dist.DistStoreError as error:
-            raise DeadlineError(f"{key} did not come within {timeout_s:g} s.", key=key) from error
-        except RuntimeError as error:
-            raise _leader_gone(error) from error
-
-    def has(self, keys: list[str]) -> bool:
-        """Return whether all of some keys are there now."""
-        try:
-            return bool(self._connection().check(keys))
-        except RuntimeError as error:
-            raise _leader_gone(error) from error
-
-    def forget(self, key: str) -> None:
-        self._connection().delete_key(key)
-
-    def close(self) -> None:
-        """Let go of everything, while the interpreter is whole: it ends threads of torch."""
-        self._local = threading.local()
-        self._server = None
-
-    def _connection(self) -> TCPStore:
-        found: TCPStore | None = getattr(self._local, "connection", None)
-        if found is None:
-            host, port = self._address
-            try:
-                found = TCPStore(
-                    host, port, is_master=False, timeout=timedelta(seconds=_JOIN_TIMEOUT_S)
-                )
-            except RuntimeError as error:
-                raise _leader_gone(error) from error
-            self._local.connection = found
-        return found
-
-
-def _leader_gone(error: BaseException) -> RankFailedError:
-    return RankFailedError(
-        f"Rank 0 cannot be reached any more: {error}",
-        safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
-        hint="Look at the log of rank 0, and start all ranks again.",
-        rank=0,
-    )
 
 
 class StoreTeam:
@@ -209,7 +58,7 @@ class StoreTeam:
         name: Prefix of all keys.
     """
 
-    def __init__(self, server: _Server, rank: int, world_size: int, name: str) -> None:
+    def __init__(self, server: Server, rank: int, world_size: int, name: str) -> None:
         self.rank = rank
         self.world_size = world_size
         self._server = server
@@ -220,6 +69,10 @@ class StoreTeam:
     def for_thread(self, name: str) -> StoreTeam:
         """Return a team of the same ranks whose tasks are counted apart."""
         return StoreTeam(self._server, self.rank, self.world_size, f"{self._name}/{name}")
+
+    def board(self, name: str) -> ServerBoard:
+        """Return a board of the same ranks; closing it closes the team's server."""
+        return ServerBoard(self._server, self.rank, self.world_size, f"{self._name}/{name}")
 
     def lead(self, task: str, work: Callable[[], T], *, timeout_s: float) -> T:
         """Have the leader do something; see :class:`Team`."""
@@ -292,7 +145,7 @@ class StoreTeam:
         places = [f"{self._name}/note/{key}" for key in keys]
         if not self._server.has(places):
             return None
-        return [self._server.get(place, _JOIN_TIMEOUT_S).decode("ascii") for place in places]
+        return [self._server.get(place, JOIN_TIMEOUT_S).decode("ascii") for place in places]
 
     def leave(self, *, timeout_s: float) -> None:
         """Leave for good; see :class:`Team`."""
@@ -422,8 +275,8 @@ def join_team() -> Team:
         server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         meeting.set("address", json.dumps([host, server.port]))
     try:
-        meeting.wait(["address"], timedelta(seconds=_JOIN_TIMEOUT_S))
+        meeting.wait(["address"], timedelta(seconds=JOIN_TIMEOUT_S))
     except dist.DistStoreError as error:
-        raise _missing("open the run", [0], _JOIN_TIMEOUT_S, None) from error
+        raise _missing("open the run", [0], JOIN_TIMEOUT_S, None) from error
     host, port = json.loads(meeting.get("address"))
-    return StoreTeam(_Server(host, port, server), rank, world_size, "team")
+    return StoreTeam(Server(host, port, server), rank, world_size, "team")

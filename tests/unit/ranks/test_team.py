@@ -10,7 +10,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import milepost as mp
-from milepost.ranks.team import Solo, StoreTeam, Team, _Server
+from milepost.ranks.server import Server
+from milepost.ranks.solo import Solo, Team
+from milepost.ranks.team import StoreTeam
 
 Body = Callable[[Team], Any]
 
@@ -18,7 +20,7 @@ Body = Callable[[Team], Any]
 def on_ranks(*bodies: Body) -> list[Any]:
     """Run each body as a rank in a thread; return what it returned or raised."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    server = _Server("127.0.0.1", store.port, store)
+    server = Server("127.0.0.1", store.port, store)
     ended: list[Any] = [None] * len(bodies)
 
     def run(rank: int) -> None:

@@ -1,0 +1,254 @@
+"""The key-value server that ranks talk through, and the board on it: apart from the training's own.
+
+The messages of a rank go out from a thread of their own, as many at a time as are waiting. So the
+thread that sends them never waits for the leader, and a rank that sends a thousand small ones makes
+only a few requests.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+if dist.is_available():
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ..errors import CheckpointError, DeadlineError, RankFailedError
+from ..format import tree
+from .outcome import Outcome
+
+__all__ = ["JOIN_TIMEOUT_S", "Server", "ServerBoard", "meet_at"]
+
+JOIN_TIMEOUT_S = 60.0
+
+_CHUNK_BYTES = 4 * 1024 * 1024  # the server takes 8 MiB at a time
+_MAX_BATCH = 64
+_LONG_S = 3600.0
+
+
+class Server:
+    """Connections to the key-value server, one for each thread."""
+
+    def __init__(self, host: str, port: int, server: TCPStore | None) -> None:
+        self._address = (host, port)
+        self._server = server  # held: it ends with the last reference
+        self._local = threading.local()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value of ASCII."""
+        self._connection().set(key, value.decode("ascii"))
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return a value as soon as it is there.
+
+        Raises:
+            DeadlineError: It did not come.
+            RankFailedError: The leader is gone.
+        """
+        connection = self._connection()
+        try:
+            connection.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
+            return bytes(connection.get(key))
+        except dist.DistStoreError as error:
+            raise DeadlineError(f"{key} did not come within {timeout_s:g} s.", key=key) from error
+        except RuntimeError as error:
+            raise _leader_gone(error) from error
+
+    def has(self, keys: list[str]) -> bool:
+        """Return whether all of some keys are there now."""
+        try:
+            return bool(self._connection().check(keys))
+        except RuntimeError as error:
+            raise _leader_gone(error) from error
+
+    def next_number(self, key: str) -> int:
+        """Return 1, 2, 3, ...: each number to one caller only.
+
+        Raises:
+            RankFailedError: The leader is gone.
+        """
+        try:
+            return int(self._connection().add(key, 1))
+        except RuntimeError as error:
+            raise _leader_gone(error) from error
+
+    def forget(self, key: str) -> None:
+        """Remove a value."""
+        self._connection().delete_key(key)
+
+    def close(self) -> None:
+        """Let go of everything, while the interpreter is whole: it ends threads of torch."""
+        self._local = threading.local()
+        self._server = None
+
+    def _connection(self) -> TCPStore:
+        found: TCPStore | None = getattr(self._local, "connection", None)
+        if found is None:
+            host, port = self._address
+            try:
+                found = TCPStore(
+                    host, port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
+                )
+            except RuntimeError as error:
+                raise _leader_gone(error) from error
+            self._local.connection = found
+        return found
+
+
+def _leader_gone(error: BaseException) -> RankFailedError:
+    return RankFailedError(
+        f"Rank 0 cannot be reached any more: {error}",
+        safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
+        hint="Look at the log of rank 0, and start all ranks again.",
+        rank=0,
+    )
+
+
+def meet_at(host: str, port: int, *, rank: int) -> Server:
+    """Return a server at an address that every rank was told; the leader opens it there.
+
+    Raises:
+        RankFailedError: It cannot be opened, or the leader did not come.
+    """
+    server: TCPStore | None = None
+    if rank == 0:
+        try:
+            server = TCPStore(host, port, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"The ranks cannot meet at {host}:{port}: {error}",
+                safe="Nothing was touched.",
+                hint="Another program may have taken the port; start again.",
+                rank=0,
+            ) from error
+    return Server(host, port, server)
+
+
+class ServerBoard:
+    """A board on a key-value server; see :class:`~milepost.ranks.board.Board`.
+
+    Args:
+        server: The server.
+        rank: This rank.
+        world_size: The number of ranks.
+        name: Prefix of all keys.
+    """
+
+    def __init__(self, server: Server, rank: int, world_size: int, name: str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._server = server
+        self._name = name
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_waiting = 0
+        self._num_received = 0
+        self._error: CheckpointError | None = None
+        # A daemon: a leader that does not answer must not keep a process that ends.
+        self._sender = threading.Thread(target=self._send_all, name="milepost-board", daemon=True)
+        self._sender.start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send the leader a message; see ``Board``."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            self._num_waiting += 1
+        self._queue.put(message)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything has arrived; see ``Board``."""
+        with self._changed:
+            is_sent = self._changed.wait_for(
+                lambda: self._num_waiting == 0 or self._error is not None, timeout_s
+            )
+            if self._error is not None:
+                raise self._error
+        if not is_sent:
+            raise DeadlineError(
+                f"Messages of rank {self.rank} did not reach rank 0 within {timeout_s:g} s.",
+                rank=self.rank,
+            )
+
+    def receive(self, timeout_s: float | None) -> list[dict[str, Any]]:
+        """Return the next messages; see ``Board``."""
+        key = f"{self._name}/inbox/{self._num_received + 1}"
+        try:
+            data = self._get(key, _LONG_S if timeout_s is None else timeout_s)
+        except DeadlineError:
+            return []
+        self._num_received += 1
+        self._forget(key)
+        return list(tree.decode(json.loads(data)))
+
+    def post(self, key: str, value: Any = None, *, error: BaseException | None = None) -> None:
+        """Answer under a key; see ``Board``."""
+        outcome = Outcome(0, value) if error is None else Outcome.of_error(0, key, error)
+        self._set(f"{self._name}/{key}", outcome.to_bytes())
+
+    def read(self, key: str, *, task: str, timeout_s: float) -> Any:
+        """Return what was posted; see ``Board``."""
+        try:
+            outcome = Outcome.from_bytes(self._get(f"{self._name}/{key}", timeout_s))
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"{task} did not come within {timeout_s:g} s.", task=task
+            ) from error
+        if outcome.is_failure:
+            raise outcome.exception()
+        return outcome.value
+
+    def forget(self, key: str) -> None:
+        """Take back what was posted."""
+        self._forget(f"{self._name}/{key}")
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._queue.put(None)
+        self._sender.join(JOIN_TIMEOUT_S)
+        self._server.close()
+
+    def _send_all(self) -> None:
+        while True:
+            batch = [self._queue.get()]
+            while len(batch) < _MAX_BATCH and not self._queue.empty():
+                batch.append(self._queue.get())
+            messages = [message for message in batch if message is not None]
+            try:
+                if messages:
+                    number = self._server.next_number(f"{self._name}/inbox")
+                    data = json.dumps(tree.encode(messages), allow_nan=False).encode()
+                    self._set(f"{self._name}/inbox/{number}", data)
+            except (CheckpointError, RuntimeError) as error:
+                with self._changed:
+                    self._error = _leader_gone(error)
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._num_waiting -= len(messages)
+                self._changed.notify_all()
+            if len(messages) < len(batch):
+                return
+
+    def _set(self, key: str, data: bytes) -> None:
+        starts = range(0, len(data), _CHUNK_BYTES)
+        for number, start in enumerate(starts[1:], start=1):
+            self._server.set(f"{key}~{number}", data[start : start + _CHUNK_BYTES])
+        self._server.set(key, f"{len(starts)} ".encode() + data[:_CHUNK_BYTES])
+
+    def _get(self, key: str, timeout_s: float) -> bytes:
+        deadline_s = time.monotonic() + timeout_s
+        count, _, first = self._server.get(key, timeout_s).partition(b" ")
+        more = (f"{key}~{number}" for number in range(1, int(count)))
+        left_s = max(deadline_s - time.monotonic(), JOIN_TIMEOUT_S)
+        return b"".join([first, *(self._server.get(one, left_s) for one in more)])
+
+    def _forget(self, key: str) -> None:
+        # Large ones leave their further pieces: rare, and gone with the server.
+        self._server.forget(key)

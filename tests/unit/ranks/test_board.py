@@ -1,0 +1,78 @@
+"""The board: messages keep their order, nobody waits to send, and answers reach every rank."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import milepost as mp
+from milepost.ranks.board import Board, LocalBoard
+from milepost.ranks.server import Server, ServerBoard
+
+
+def boards(num: int) -> list[ServerBoard]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [ServerBoard(Server("127.0.0.1", store.port, store), n, num, "b") for n in range(num)]
+
+
+def taken(board: Board, num: int) -> list[dict]:
+    found: list[dict] = []
+    while len(found) < num:
+        messages = board.receive(20)
+        assert messages
+        found += messages
+    return found
+
+
+def test_messages_of_each_rank_come_in_their_order() -> None:
+    """Reports are counted per rank: one that overtook another would be taken for it."""
+    leader, other = boards(2)
+    for number in range(300):
+        leader.send({"rank": 0, "n": number})
+        other.send({"rank": 1, "n": number})
+    other.flush(20)
+    found = taken(leader, 600)
+    for rank in range(2):
+        assert [one["n"] for one in found if one["rank"] == rank] == list(range(300))
+    leader.close()
+    other.close()
+
+
+def test_values_of_any_size_come_through() -> None:
+    """A table of many files is larger than what the server takes at a time."""
+    leader, other = boards(2)
+    value = {"text": "x" * 9_000_000, "nan": float("inf"), "bytes": b"\xff"}
+    other.send(value)
+    assert taken(leader, 1) == [value]
+    leader.post("answer", value)
+    assert other.read("answer", task="the answer", timeout_s=20) == value
+    leader.close()
+    other.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "server"])
+def test_answers_wait_for_the_reader_and_the_reader_for_them(kind: str) -> None:
+    """Whichever comes first; and what is waited for has a name and an end."""
+    leader, reader = boards(2) if kind == "server" else [LocalBoard()] * 2
+    with pytest.raises(mp.DeadlineError, match="the claim did not come within"):
+        reader.read("k", task="the claim", timeout_s=0.05)
+    assert leader.receive(0.05) == []
+    found: list[int] = []
+    thread = threading.Thread(
+        target=lambda: found.append(reader.read("k", task="the claim", timeout_s=20))
+    )
+    thread.start()
+    leader.post("k", 5)
+    thread.join(20)
+    assert found == [5]
+    assert reader.read("k", task="the claim", timeout_s=1) == 5
+    leader.post("bad", error=mp.ExistsError("It is there.", hint="Go."))
+    with pytest.raises(mp.ExistsError, match=r"It is there\. Go\."):
+        reader.read("bad", task="the claim", timeout_s=20)
+    leader.forget("k")
+    with pytest.raises(mp.DeadlineError):
+        reader.read("k", task="the claim", timeout_s=0.05)
+    leader.close()
+    reader.close()
