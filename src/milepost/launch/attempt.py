@@ -48,11 +48,13 @@ class Limits:
         grace_s: Seconds to end after the launcher was asked to end, or a worker was preempted.
         failure_grace_s: Seconds to end after another worker failed.
         hang_timeout_s: Seconds without a beat; ``None``: for ever.
+        start_timeout_s: Seconds to the first beat; ``None``: for ever.
     """
 
     grace_s: float
     failure_grace_s: float
     hang_timeout_s: float | None
+    start_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +93,10 @@ class AttemptResult:
 def run_attempt(
     group: Group, *, number: int, num_workers: int, folder: Path, limits: Limits, events: Events
 ) -> AttemptResult:
-    """Run the workers of one attempt until none is left.
+    """Watch the workers of one attempt until none is left.
 
     Args:
-        group: The workers, not started yet.
+        group: The workers, which were started just now.
         number: Number of the attempt, from 1.
         num_workers: How many they are.
         folder: Where they write things down.
@@ -103,12 +105,14 @@ def run_attempt(
     """
     started_s = time.monotonic()
     try:
-        with group:
-            watch = _Watch(group, folder, limits)
-            while group.running:
-                watch.step(events)
+        watch = _Watch(group, folder, limits)
+        while group.running:
+            watch.step(events)
     finally:
-        _drop_stale(events)
+        try:
+            group.close()
+        finally:
+            _drop_stale(events)
     commits = [read_commit(folder / f"rank-{rank}.commit") for rank in range(num_workers)]
     batches = [read_batch(folder / f"rank-{rank}.beat") for rank in range(num_workers)]
     known = [one for one in commits if one is not None]
@@ -150,7 +154,12 @@ class _Watch:
         self._folder = folder
         self._limits = limits
         self._clock = clock
-        self._beats = Beats(folder, timeout_s=limits.hang_timeout_s, clock=clock)
+        self._beats = Beats(
+            folder,
+            timeout_s=limits.hang_timeout_s,
+            start_timeout_s=limits.start_timeout_s,
+            clock=clock,
+        )
         self._kill_at_s: float | None = None
         self._num_interrupts = 0
         self._is_killed = False
@@ -261,11 +270,15 @@ class _Watch:
         )
 
     def _hang(self, rank: int, age_s: float, at_s: float) -> WorkerFailure:
+        if self._beats.has_beaten(rank):
+            message = f"no beat for {age_s:.1f} s: the process hangs"
+        else:
+            message = f"no first beat within {age_s:.1f} s: the process hangs"
         return WorkerFailure(
             rank=rank,
             at_s=at_s - age_s,
             type="",
-            message=f"no beat for {age_s:.1f} s: the process hangs",
+            message=message,
             traceback=log_tail(self._folder / f"rank-{rank}.log", num_lines=_STACK_LINES),
         )
 

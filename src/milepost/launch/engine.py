@@ -81,23 +81,23 @@ class Plan:
         """Return where the workers of this attempt write things down. Exists."""
         return self.folder / f"attempt-{self.number}"
 
+    @property
+    def run_id(self) -> str:
+        """Return a name for the launch: that of the run, and the launch's number in it."""
+        return f"{self.folder.parent.parent.name}-{self.folder.name}"
+
 
 class Group(Protocol):
-    """The workers of one attempt. A context manager: none is left behind it."""
+    """The workers of one attempt."""
 
     running: set[int]
     """Ranks whose end has not been taken from the events yet."""
 
-    def __enter__(self) -> Group:  # noqa: PYI034 - Self is younger than 3.10
-        """Start the workers."""
+    def start(self) -> None:
+        """Start them all. If it raises, none is left."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Kill what is left, and wait until it is gone."""
+    def close(self) -> None:
+        """Kill what is left, and wait until it is gone. Must be called once they were started."""
 
     def signal(self, number: int, *, but: int | None = None) -> None:
         """Send a signal to every worker that runs, and to nothing that it has started.
@@ -134,7 +134,7 @@ class Engine(Protocol):
         """
 
     def group(self, plan: Plan, events: Events) -> Group:
-        """Return the workers of an attempt, which start when it is entered.
+        """Return the workers of an attempt, not started yet.
 
         Args:
             plan: What to start, within what was reserved.

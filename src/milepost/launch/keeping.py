@@ -19,22 +19,28 @@ class Keeper:
     """
 
     def __init__(self) -> None:
-        self._groups: set[int] = set()
+        self._listed: set[str] = set()
         self._process = self._start()
 
     def add(self, group: int) -> None:
         """Kill this process group when the launcher dies."""
-        self._groups.add(group)
-        self._say(f"+{group}\n")
+        self._list("+", str(group))
 
     def remove(self, group: int) -> None:
         """Forget a group. Call it while its number cannot have been given to another one."""
-        self._groups.discard(group)
-        self._say(f"-{group}\n")
+        self._forget("-", str(group))
+
+    def mark(self, mark: str) -> None:
+        """Kill what carries this mark when the launcher dies."""
+        self._list("*", mark)
+
+    def unmark(self, mark: str) -> None:
+        """Forget a mark."""
+        self._forget("/", mark)
 
     def close(self) -> None:
-        """End the keeper. No group may be left."""
-        assert not self._groups
+        """End the keeper. Nothing may be left for it."""
+        assert not self._listed
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.kill()  # a forked child of ours may still hold the pipe
@@ -50,6 +56,14 @@ class Keeper:
             bufsize=0,
         )
 
+    def _list(self, kind: str, word: str) -> None:
+        self._listed.add(kind + word)
+        self._say(f"{kind}{word}\n")
+
+    def _forget(self, kind: str, word: str) -> None:
+        self._listed.discard({"-": "+", "/": "*"}[kind] + word)
+        self._say(f"{kind}{word}\n")
+
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
         try:
@@ -58,5 +72,5 @@ class Keeper:
             self._process.wait(_REAP_S)
             self._process = self._start()
             assert self._process.stdin is not None
-            lines = "".join(f"+{group}\n" for group in sorted(self._groups))
+            lines = "".join(f"{one}\n" for one in sorted(self._listed))
             self._process.stdin.write(lines.encode())

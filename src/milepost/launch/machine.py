@@ -7,7 +7,7 @@ import sys
 from types import TracebackType
 
 from .engine import Events, Plan
-from .environment import environment_of, free_port
+from .environment import LOOPBACK, HeldPort, Spot, environment_of
 from .keeping import Keeper
 from .workers import Workers
 
@@ -42,23 +42,29 @@ class LocalEngine:
     def group(self, plan: Plan, events: Events) -> Workers:
         """Return the workers of an attempt."""
         assert self._keeper is not None
-        port = free_port(self._ports)
-        self._ports.append(port)
+        port = HeldPort(self._ports)
+        self._ports.append(port.number)
+        num = plan.num_workers
+        spots = [
+            Spot(
+                rank=rank, local_rank=rank, node_rank=0, num_workers=num, num_local=num, num_nodes=1
+            )
+            for rank in range(num)
+        ]
         return Workers(
             [sys.executable, "-u", "-m", "milepost.launch.worker", *plan.arguments],
-            [
-                environment_of(
-                    rank,
-                    num_workers=plan.num_workers,
-                    attempt=plan.number,
-                    max_failures=plan.max_failures,
-                    port=port,
+            {
+                spot.rank: environment_of(
+                    spot,
+                    plan=plan,
+                    address=(LOOPBACK, port.number),
                     launch_folder=plan.folder,
-                    base={**os.environ, **plan.variables},
+                    base=os.environ,
                 )
-                for rank in range(plan.num_workers)
-            ],
+                for spot in spots
+            },
             folder=plan.attempt_folder,
             events=events,
             keeper=self._keeper,
+            on_close=port.close,
         )

@@ -50,6 +50,8 @@ class FailureConfig:
         grace_s: Seconds that the other workers get to end by themselves when one has failed.
         hang_timeout_s: Seconds without a beat of some rank after which all are restarted;
             ``None``: for ever. Must be longer than the longest step, evaluation or save.
+        start_timeout_s: The same for the first beat, counted from the start of the workers. Must be
+            longer than it takes to start, to meet the other ranks, to load, and to do one batch.
     """
 
     max_failures: int = 0
@@ -59,6 +61,7 @@ class FailureConfig:
     max_attempts_without_progress: int = 3
     grace_s: float = 5.0
     hang_timeout_s: float | None = None
+    start_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         wrong = [
@@ -71,6 +74,7 @@ class FailureConfig:
                 "max_attempts_without_progress": self.max_attempts_without_progress >= 1,
                 "grace_s": self.grace_s >= 0,
                 "hang_timeout_s": self.hang_timeout_s is None or self.hang_timeout_s > 0,
+                "start_timeout_s": self.start_timeout_s is None or self.start_timeout_s > 0,
             }.items()
             if not is_right
         ]

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import LaunchFailedError, Preempted, UsageError, storage_error
+from ..errors import CheckpointError, LaunchFailedError, Preempted, UsageError, storage_error
 from ..liveness import Commit
 from .attempt import AttemptResult, Limits, run_attempt
 from .config import RunConfig, ScalingConfig
-from .engine import Engine, Event, Plan
+from .engine import Engine, Event, Group, Plan
 from .entry import Entry, function_entry, script_entry
 from .environment import check_outside
 from .failures import WorkerFailure, signature_of
@@ -136,7 +136,7 @@ class _Launch:
         """Make attempts until one finishes or none is left."""
         self._folder = _create_folder(Path(self._config.storage_path, self._config.name))
         given = {"config": self._entry.config, "sys_path": self._entry.sys_path}
-        (self._folder / "config.json").write_text(json.dumps(given), encoding="utf-8")
+        _write(self._folder / "config.json", json.dumps(given))
         with self._signals, self._engine as engine:
             while True:
                 attempt = self._attempt(engine)
@@ -149,41 +149,60 @@ class _Launch:
     def _attempt(self, engine: Engine) -> AttemptResult:
         number = len(self._attempts) + 1
         folder = self._folder / f"attempt-{number}"
-        folder.mkdir()
-        num_workers, fewest = self._num_workers(engine)
-        if num_workers < fewest:
-            attempt = _too_few(number, num_workers, fewest, folder)
+        try:
+            plan, group = self._start(engine, number, folder)
+        except CheckpointError as error:
+            if number == 1:
+                raise  # nothing has worked yet: whoever is there now can mend it
+            attempt = _not_started(number, error.what, folder)
         else:
-            failures = self._config.failure_config
-            plan = Plan(
-                number=number,
-                num_workers=num_workers,
-                arguments=self._entry.arguments,
-                folder=self._folder,
-                max_failures=failures.max_failures,
-            )
-            attempt = run_attempt(
-                engine.group(plan, self._events),
-                number=number,
-                num_workers=num_workers,
-                folder=folder,
-                limits=Limits(
-                    grace_s=self._config.grace_s,
-                    failure_grace_s=failures.grace_s,
-                    hang_timeout_s=failures.hang_timeout_s,
-                ),
-                events=self._events,
-            )
+            attempt = self._watch(plan, group)
         self._attempts.append(attempt)
         if attempt.commit is not None:
             self._newest = attempt.commit
         return attempt
 
-    def _num_workers(self, engine: Engine) -> tuple[int, int]:
+    def _start(self, engine: Engine, number: int, folder: Path) -> tuple[Plan, Group | None]:
+        """Start the workers of an attempt; no group if there is not room for enough of them."""
+        try:
+            folder.mkdir()
+        except OSError as error:
+            raise storage_error(error, operation="create", path=str(folder)) from error
         fewest, most = self._scaling.bounds
         if self._available is not None:
             most = min(most, self._available())
-        return most if most < fewest else engine.reserve(fewest, most), fewest
+        plan = Plan(
+            number=number,
+            num_workers=most if most < fewest else engine.reserve(fewest, most),
+            arguments=self._entry.arguments,
+            folder=self._folder,
+            max_failures=self._config.failure_config.max_failures,
+        )
+        if plan.num_workers < fewest:
+            return plan, None
+        group = engine.group(plan, self._events)
+        group.start()
+        return plan, group
+
+    def _watch(self, plan: Plan, group: Group | None) -> AttemptResult:
+        if group is None:
+            num, fewest = plan.num_workers, self._scaling.bounds[0]
+            what = f"{num} workers are available and {fewest} are needed"
+            return _not_started(plan.number, what, plan.attempt_folder, num_workers=num)
+        failures = self._config.failure_config
+        return run_attempt(
+            group,
+            number=plan.number,
+            num_workers=plan.num_workers,
+            folder=plan.attempt_folder,
+            limits=Limits(
+                grace_s=self._config.grace_s,
+                failure_grace_s=failures.grace_s,
+                hang_timeout_s=failures.hang_timeout_s,
+                start_timeout_s=failures.start_timeout_s,
+            ),
+            events=self._events,
+        )
 
     def _after(self, attempt: AttemptResult) -> None:
         """Wait for the next attempt, or raise what ends the launch."""
@@ -257,7 +276,10 @@ class _Launch:
             folder=self._folder,
         )
         record = json.dumps(asdict(result), indent=1, default=str)
-        (self._folder / "result.json").write_text(record + "\n", encoding="utf-8")
+        try:
+            _write(self._folder / "result.json", record + "\n")
+        except CheckpointError as error:
+            _say(f"milepost: the record of the launch is missing. {error}")
         return result
 
 
@@ -279,12 +301,12 @@ def _create_folder(run_folder: Path) -> Path:
         raise storage_error(error, operation="create", path=str(parent)) from error
 
 
-def _too_few(number: int, num_workers: int, fewest: int, folder: Path) -> AttemptResult:
+def _not_started(number: int, what: str, folder: Path, *, num_workers: int = 0) -> AttemptResult:
     failure = WorkerFailure(
         rank=0,
         at_s=time.time(),
         type="",
-        message=f"{num_workers} workers are available and {fewest} are needed",
+        message=what,
         traceback="",
     )
     return AttemptResult(
@@ -298,6 +320,13 @@ def _too_few(number: int, num_workers: int, fewest: int, folder: Path) -> Attemp
         signal_number=None,
         folder=folder,
     )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise storage_error(error, operation="write", path=str(path)) from error
 
 
 def _say(text: str) -> None:

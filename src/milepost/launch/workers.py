@@ -5,6 +5,9 @@ workers, compilers) goes with it. Its end is waited for by a thread that leaves 
 as long as that is there the number of the group cannot be given to strangers, and killing the group
 is safe.
 
+What has left a worker's group by ``setsid`` is found by a mark in the environment that it got from
+the worker, and killed when the attempt ends.
+
 Requests to end go to the worker alone, since a signal to its group would end its loader workers
 before it could save. SIGKILL goes to the whole group.
 """
@@ -12,15 +15,16 @@ before it could save. SIGKILL goes to the whole group.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
-from ..errors import DeadlineError
+from ..errors import DeadlineError, storage_error
 from .engine import Ended, Events, Told
+from .keeper import MARK, kill_marked
 from .keeping import Keeper
 from .output import Output
 
@@ -31,30 +35,40 @@ _REAP_S = 30.0
 
 
 class Workers:
-    """The workers of one attempt. A context manager: none is left behind it.
+    """The workers of one attempt on this machine.
 
     Args:
         command: What each runs.
-        environments: The environment of each rank.
+        environments: The environment of each, by rank.
         folder: Where logs go: ``rank-0.log`` and so on.
         events: Where ``Ended`` and ``Told`` are put.
         keeper: Kills them if this process dies.
+        working_folder: Where they run; ``None``: where this process does.
+        shown_rank: The rank whose output is shown as well.
+        on_close: Called once none is left.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
+        environments: Mapping[int, Mapping[str, str]],
         *,
         folder: Path,
         events: Events,
         keeper: Keeper,
+        working_folder: str | None = None,
+        shown_rank: int | None = 0,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self._command = list(command)
         self._environments = environments
         self._folder = folder
         self._events = events
         self._keeper = keeper
+        self._working_folder = working_folder
+        self._shown_rank = shown_rank
+        self._on_close = on_close
+        self._mark = secrets.token_hex(16)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
         self._outputs: list[Output] = []
@@ -62,24 +76,21 @@ class Workers:
         self.running: set[int] = set()
         """Ranks whose end has not been taken from the events yet."""
 
-    def __enter__(self) -> Workers:  # noqa: PYI034 - Self is younger than 3.10
+    def start(self) -> None:
+        """Start them all. If it raises, none is left.
+
+        Raises:
+            CheckpointError: A log cannot be opened, or a process not be started.
+        """
         self._tell_fds = os.pipe()
         self._watch(self._hear, "milepost-launch-hear")
+        self._keeper.mark(self._mark)
         try:
-            for rank in range(len(self._environments)):
+            for rank in self._environments:
                 self._start(rank)
         except BaseException:
             self.close()
             raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def pid(self, rank: int) -> int:
         """Return the process of a rank."""
@@ -106,7 +117,7 @@ class Workers:
                 continue
 
     def close(self) -> None:
-        """Kill what is left, and clear up after it.
+        """Kill what is left, and clear up after it. Must be called once they were started.
 
         Raises:
             DeadlineError: A worker does not even end on SIGKILL.
@@ -118,12 +129,16 @@ class Workers:
             # Before the zombies are reaped: a thread that waits for one must not find it gone.
             thread.join(_JOIN_S)
         stuck = [rank for rank in self._processes if not self._reap(rank)]
+        kill_marked(self._mark)
+        self._keeper.unmark(self._mark)
         for output in self._outputs:
             output.close()
         if self._tell_fds[1] >= 0:
             for fd in self._tell_fds:
                 os.close(fd)
             self._tell_fds = (-1, -1)
+        if self._on_close is not None:
+            self._on_close()
         if stuck:
             pids = ", ".join(str(self._processes[rank].pid) for rank in stuck)
             raise DeadlineError(
@@ -145,18 +160,23 @@ class Workers:
         return True
 
     def _start(self, rank: int) -> None:
-        output = Output(self._folder / f"rank-{rank}.log", is_shown=rank == 0)
+        output = Output(self._folder / f"rank-{rank}.log", is_shown=rank == self._shown_rank)
         self._outputs.append(output)
         tell_fd = self._tell_fds[1]
-        process = subprocess.Popen(  # noqa: S603 - what the user asked for
-            self._command,
-            env={**self._environments[rank], "MILEPOST_TELL_FD": str(tell_fd)},
-            stdin=subprocess.DEVNULL,
-            stdout=output.fd,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=(tell_fd,),
-        )
+        own = {"MILEPOST_TELL_FD": str(tell_fd), MARK: self._mark}
+        try:
+            process = subprocess.Popen(  # noqa: S603 - what the user asked for
+                self._command,
+                env={**self._environments[rank], **own},
+                cwd=self._working_folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output.fd,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(tell_fd,),
+            )
+        except OSError as error:
+            raise storage_error(error, operation="start", path=self._command[0]) from error
         self._processes[rank] = process
         self.running.add(rank)
         self._keeper.add(process.pid)

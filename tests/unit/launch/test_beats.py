@@ -24,10 +24,11 @@ class World:
         path.touch()
         os.utime(path, (self.wall_s, self.wall_s))
 
-    def watch(self, timeout_s=10.0):
+    def watch(self, timeout_s=10.0, start_timeout_s=None):
         return Beats(
             self.folder,
             timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
             clock=lambda: self.now_s,
             wall=lambda: self.wall_s,
         )
@@ -57,6 +58,46 @@ def test_rank_that_never_beat_does_not_hang(world):
     world.go(1000)
     assert beats.overdue([0]) == {}
     assert beats.next_look_s([0]) == world.now_s + 10
+
+
+def test_rank_that_never_beats_hangs_once_its_time_to_start_is_over(world):
+    """The one that has begun has the other limit from then on."""
+    beats = world.watch(start_timeout_s=25.0)
+    world.go(20)
+    world.beat(1)
+    assert beats.overdue([0, 1]) == {}
+    world.go(5)
+    assert beats.overdue([0, 1]) == {0: 25.0}
+    assert not beats.has_beaten(0)
+    assert beats.overdue([1]) == {}
+    world.go(5)
+    assert beats.overdue([1]) == {1: 10.0}
+
+
+def test_limit_for_the_start_alone_ends_with_the_first_beat(world):
+    """Then nobody looks any more."""
+    beats = world.watch(timeout_s=None, start_timeout_s=25.0)
+    assert beats.next_look_s([0]) == world.now_s + 25
+    world.go(24)
+    world.beat(0)
+    world.go(1)
+    assert beats.overdue([0]) == {}
+    assert beats.next_look_s([0]) is None
+
+
+@pytest.mark.parametrize("first_beat_s", [0.5, 9.5, 10.5, 17.0])
+def test_every_hang_is_seen_at_the_first_look_after_it_is_one(world, first_beat_s):
+    """A launcher that sleeps until the next look notices each at its limit, not some time later."""
+    beats = world.watch()
+    beat_at_s, is_beaten = world.now_s + first_beat_s, False
+    while not beats.overdue([0]):
+        due_s = beats.next_look_s([0])
+        if not is_beaten and beat_at_s <= due_s:
+            world.go(beat_at_s - world.now_s)
+            world.beat(0)
+            is_beaten = True
+        world.go(due_s - world.now_s)
+    assert world.now_s - beat_at_s == pytest.approx(10.0)
 
 
 def test_rank_that_has_ended_does_not_hang(world):

@@ -30,6 +30,9 @@ def run(  # noqa: PLR0913 - an option each
     hang_timeout_s: Annotated[
         float | None, typer.Option(help="Seconds without progress before all are restarted.")
     ] = None,
+    start_timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds to the first progress, likewise.")
+    ] = None,
     grace_s: Annotated[
         float, typer.Option(help="Seconds to save and end when asked to end.")
     ] = 30.0,
@@ -44,7 +47,10 @@ def run(  # noqa: PLR0913 - an option each
     from ...launch import FailureConfig, RunConfig, ScalingConfig, launch
 
     failures = FailureConfig(
-        max_failures=max_failures, window_s=window_s, hang_timeout_s=hang_timeout_s
+        max_failures=max_failures,
+        window_s=window_s,
+        hang_timeout_s=hang_timeout_s,
+        start_timeout_s=start_timeout_s,
     )
     try:
         launch(
