@@ -13,7 +13,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, Run, open_run
-    from .checkpointer import Checkpointer, PerRank, Value
+    from .checkpointer import Checkpointer, PerRank, Stage, Value
     from .engine.pending import PendingSave
     from .errors import (
         AccessError,
@@ -96,6 +96,7 @@ __all__ = [
     "RunConfig",
     "SaveFailedError",
     "ScalingConfig",
+    "Stage",
     "State",
     "StorageError",
     "Time",
@@ -114,7 +115,7 @@ __all__ = [
 
 _NAMES_OF_MODULES = {
     "checkpoint": "Checkpoint Run open_run",
-    "checkpointer": "Checkpointer PerRank Value",
+    "checkpointer": "Checkpointer PerRank Stage Value",
     "engine.pending": "PendingSave",
     "errors": "AccessError CheckpointError DamagedError DeadlineError DuplicateNameError "
     "ExistsError FencedError FormatError IncompleteError LaunchFailedError MismatchError "

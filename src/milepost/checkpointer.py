@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader, num_samples
 from .state.objects import PerRank, Stateful, Value
 from .state.report import LoadReport
+from .state.stages import Stage
 from .state.tracked import Tracked
 from .state.transient import TransientBuffers
 from .writer import RunWriter
@@ -48,7 +50,7 @@ from .writer import RunWriter
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Checkpointer", "PerRank", "Value"]
+__all__ = ["Checkpointer", "PerRank", "Stage", "Value"]
 
 _log = logging.getLogger("milepost")
 
@@ -79,7 +81,8 @@ class Checkpointer:
         share_timeout_s: Of several ranks: how long the leader waits for the last one to write its
             share, in seconds.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
-            ``state_dict`` and ``load_state_dict``, a :class:`Value`, or a dict of such.
+            ``state_dict`` and ``load_state_dict``, a :class:`Value`, a :class:`PerRank`, a
+            :class:`Stage`, or a dict of such.
 
     Raises:
         UsageError: An option or object that makes no sense.
@@ -166,6 +169,8 @@ class Checkpointer:
                         hint=f"Was {meant[0]}= meant?",
                     ) from error
                 raise
+            if self._is_open:
+                self._writer.meet(partial(self._tracked.meet, items={name}))
             self._resumption.claim(name, target)
         if self._is_open:
             self._watch()
@@ -185,7 +190,8 @@ class Checkpointer:
         loader, and its values would be lost.
         """
         known = isinstance(
-            target, nn.Module | Optimizer | Value | PerRank | Mapping | tuple | ResumableLoader
+            target,
+            nn.Module | Optimizer | Value | PerRank | Stage | Mapping | tuple | ResumableLoader,
         )
         is_named_so = name == "loader" or name.endswith("_loader")
         is_loader = isinstance(target, DataLoader) or (
@@ -209,6 +215,7 @@ class Checkpointer:
             return self
         self._writer.team = join_team()
         self._stopping = StopTogether(self._writer.team)
+        self._writer.meet(self._tracked.meet)
         self._watch()
         self._writer.open(self._resumption.resume, check=self._resumption.check, origin=origin)
         self._resumption.tell()

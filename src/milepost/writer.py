@@ -7,7 +7,7 @@ leader's points to the newest checkpoint and deletes old ones.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .checkpoint import Checkpoint, Run
 from .engine.pending import PendingSave
@@ -73,6 +73,19 @@ class RunWriter:
     def run(self) -> Run:
         """Return a fresh handle on the run."""
         return Run(self.store)
+
+    def meet(self, tell: Callable[..., None]) -> None:
+        """Have this rank and the others tell each other something; on an error leave them.
+
+        Args:
+            tell: Called with the team and ``timeout_s``.
+        """
+        try:
+            tell(self.team, timeout_s=self.options.rank_timeout_s)
+        except BaseException:
+            if self._saver is None:
+                self.team.leave(timeout_s=_LEAVE_TIMEOUT_S)
+            raise
 
     def open(self, restore: Restore, *, check: Restore, origin: Checkpoint | None = None) -> None:
         """Begin a session.

@@ -42,6 +42,7 @@ from ..tensors.unpack import unpack_item
 from ..version import __version__
 from ..visible import SUFFIXES
 from .arena import Arena
+from .joining import join_trees
 from .pending import PendingSave
 from .plan import Plan, make_plan
 from .shares import own_share
@@ -253,7 +254,9 @@ class Saver(Generic[T]):
         assert self._team is not None
         assert work.share is not None
         team, share, deadline_s = self._team, work.share, self._deadlines.write_s
-        agree(team, share, timeout_s=self._deadlines.meet_s)
+        meet_s = self._deadlines.meet_s
+        agree(team, share, timeout_s=meet_s)
+        share.joined = join_trees(team, share.whole, share.own, timeout_s=meet_s)
         held: Claim | None = None
         mine_written: list[str] = []
         started_s = time.perf_counter()

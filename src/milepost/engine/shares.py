@@ -50,11 +50,12 @@ def own_share(items: Iterable[PackedItem], *, rank: int, world_size: int) -> lis
     packed = list(items)
     for item in packed:
         for leaf in item.leaves:
-            name = f"{item.name}/{leaf.key}"
+            name = f"{item.name}/{leaf.part_key}"
             if item.home == "each":
                 mine.add(name)
             elif item.home == "leader" or leaf.is_leaders or 0 in leaf.whole_shape:
-                mine.update([name] if rank == 0 else [])
+                holders = (leaf.replicas or ()) if item.home == "spread" else (0,)
+                mine.update([name] if rank in holders[:1] else [])
             elif leaf.replicas is None:
                 groups[tuple(range(world_size))].append((name, leaf))
             elif rank in leaf.replicas and not leaf.box.is_empty:
@@ -66,7 +67,7 @@ def own_share(items: Iterable[PackedItem], *, rank: int, world_size: int) -> lis
         PackedItem(
             item.name,
             item.tree,
-            [leaf for leaf in item.leaves if f"{item.name}/{leaf.key}" in mine],
+            [leaf for leaf in item.leaves if f"{item.name}/{leaf.part_key}" in mine],
             home=item.home,
         )
         for item in packed

@@ -39,6 +39,7 @@ class Share:
         whole: The items as this rank has them, without values.
         own: The items with the leaves that this rank writes.
         error: Why this rank has nothing to contribute.
+        joined: The trees of what is spread over the ranks, as all have them together.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Share:
     whole: Sequence[PackedItem] = ()
     own: Sequence[PackedItem] = ()
     error: BaseException | None = None
+    joined: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -92,7 +94,12 @@ class Share:
         }
         if rank == 0:
             items = {
-                item.name: {"tree": item.tree, "files": [], "home": item.home}
+                item.name: {
+                    "tree": self.joined.get(item.name, item.tree),
+                    "files": [],
+                    # Joined it is like any other to whoever reads it.
+                    "home": "all" if item.home == "spread" else item.home,
+                }
                 for item in self.whole
             }
             index = {"format": FORMAT_VERSION, "ranks": team, "items": items}

@@ -13,6 +13,7 @@ from ..tensors.boxes import is_sharded
 from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
 from ..tensors.unpack import leaf_tag, unpack_item
 from .names import name_cleaner, unwrap
+from .parts import Alike
 from .report import LoadReport, restoring
 from .source import StateSource, load_item, new_like
 
@@ -21,7 +22,7 @@ __all__ = ["ModelPart", "load_weights"]
 Rename = Callable[[str], str]
 
 
-class ModelPart:
+class ModelPart(Alike):
     """A module under its stored names.
 
     Args:

@@ -8,13 +8,16 @@ model fits the plain one and the other way round.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["ParameterNames", "name_cleaner", "unwrap"]
+from .stages import Model, Stage
+
+__all__ = ["ParameterNames", "name_cleaner", "tied_names", "unwrap"]
 
 _COMPILED = re.compile(r"(^|\.)_orig_mod(?=\.)")
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -58,35 +61,54 @@ class ParameterNames:
     """Names of the parameters of all tracked models.
 
     Args:
-        models: Modules by the name they are tracked under. With one model a parameter is called as
+        models: Models by the name they are tracked under. With one model a parameter is called as
             in its state; with several the name of the model goes in front, as in
             ``generator/0.weight``.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+    def __init__(self, models: Mapping[str, Model]) -> None:
         self._has_several = len(models) > 1
-        self._names: dict[int, tuple[str, str]] = {}
-        for item, wrapped in models.items():
-            module = unwrap(wrapped)
-            clean = name_cleaner(module)
-            for name, parameter in module.named_parameters():
-                plain = clean(name)
-                self._names.setdefault(id(parameter), (plain, f"{item}/{plain}"))
-        self._counts = Counter(plain for plain, _ in self._names.values())
+        self._names: dict[int, list[tuple[str, str]]] = {}
+        self._staged: set[int] = set()
+        for item, model in models.items():
+            for wrapped in model.modules if isinstance(model, Stage) else (model,):
+                module = unwrap(wrapped)
+                clean = name_cleaner(module)
+                for name, parameter in module.named_parameters(remove_duplicate=False):
+                    plain = clean(name)
+                    self._names.setdefault(id(parameter), []).append((plain, f"{item}/{plain}"))
+                    if isinstance(model, Stage):
+                        self._staged.add(id(parameter))
+        self._counts = Counter(plain for names in self._names.values() for plain, _ in names)
 
     def of(self, parameter: torch.Tensor) -> str | None:
         """Return the name of a parameter, or ``None`` if no tracked model has it."""
         names = self._names.get(id(parameter))
-        return None if names is None else names[self._has_several]
+        return None if names is None else names[0][self._has_several]
 
-    def among(self, parameter: torch.Tensor, stored: Collection[str]) -> str | None:
+    def all(self) -> set[str]:
+        """Return all names of all parameters: tied ones have several."""
+        return {name[self._has_several] for names in self._names.values() for name in names}
+
+    def is_staged(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter belongs to a stage, so that other ranks have others."""
+        return id(parameter) in self._staged
+
+    def among(
+        self,
+        parameter: torch.Tensor,
+        stored: Collection[str],
+        tied: Mapping[str, Sequence[str]] | None = None,
+    ) -> str | None:
         """Return the name of a parameter as it was stored.
 
-        The number of tracked models may have been another one then, or be another one by now.
+        The number of tracked models may have been another one then, or be another one by now. And
+        where weights are tied the first of their names counts, which may have been another one.
 
         Args:
             parameter: The parameter.
             stored: The stored names.
+            tied: For names of what was one tensor then, its other names.
 
         Returns:
             One of the stored names if one fits; else the name as it is now, or ``None``.
@@ -94,7 +116,31 @@ class ParameterNames:
         now = self.of(parameter)
         if now is None or now in stored:
             return now
-        plain, full = self._names[id(parameter)]
-        other = plain if self._has_several else full
-        is_certain = not self._has_several or self._counts[plain] == 1
-        return other if other in stored and is_certain else now
+        for plain, full in self._names[id(parameter)]:
+            forms = (full, plain) if self._has_several else (plain, full)
+            is_certain = not self._has_several or self._counts[plain] == 1
+            for form in forms if is_certain else forms[:1]:
+                for name in (form, *(tied or {}).get(form, ())):
+                    if name in stored:
+                        return name
+        return now
+
+
+def tied_names(trees: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the names of what is stored as one tensor, each with all of them.
+
+    Args:
+        trees: By item.
+    """
+    found: dict[str, list[str]] = {}
+    for item, tree in trees.items():
+        names_of: dict[str, list[str]] = defaultdict(list)
+        for name, tag in tree.items() if isinstance(tree, Mapping) else ():
+            if isinstance(tag, Mapping) and tag.get("$") == "tensor":
+                names_of[str(tag.get("key"))].append(name)
+        for names in names_of.values():
+            if len(names) > 1:
+                found.update(dict.fromkeys(names, names))
+                full = [f"{item}/{name}" for name in names]
+                found.update(dict.fromkeys(full, full))
+    return found

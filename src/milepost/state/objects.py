@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from .loader import ResumableLoader
-from .parts import Part
+from .parts import Alike, Part, Place
 from .report import LoadReport
 from .source import StateSource, load_item, subtree
 
@@ -54,7 +54,7 @@ class PerRank:
         self.target = target
 
 
-class ObjectPart:
+class ObjectPart(Alike):
     """An object with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, target: Stateful) -> None:
@@ -63,10 +63,6 @@ class ObjectPart:
     def capture(self) -> Any:
         """Return its state."""
         return self.target.state_dict()
-
-    def frozen(self) -> Collection[str]:
-        """Return nothing."""
-        return ()
 
     def check(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Look at the position of a loader; leave other checks to the object itself."""
@@ -84,7 +80,7 @@ class ObjectPart:
         report.loaded.append(item)
 
 
-class ValuePart:
+class ValuePart(Alike):
     """A :class:`Value`."""
 
     def __init__(self, value: Value) -> None:
@@ -93,10 +89,6 @@ class ValuePart:
     def capture(self) -> Any:
         """Return the value."""
         return self.value.get()
-
-    def frozen(self) -> Collection[str]:
-        """Return nothing."""
-        return ()
 
     def check(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Leave the check to the setter."""
@@ -124,6 +116,26 @@ class GroupPart:
     def frozen(self) -> Collection[str]:
         """Return the frozen keys of all members."""
         return {f"{name}/{key}" for name, part in self.members.items() for key in part.frozen()}
+
+    def leaders(self) -> Collection[str]:
+        """Return the keys of all members of which the leader's are saved."""
+        return {f"{name}/{key}" for name, part in self.members.items() for key in part.leaders()}
+
+    def spread(self) -> Collection[Place] | None:
+        """Return what this rank has of all members, if any of them is spread."""
+        found = {name: part.spread() for name, part in self.members.items()}
+        if all(places is None for places in found.values()):
+            return None
+        return {
+            (name, *place)
+            for name, places in found.items()
+            for place in ([()] if places is None else places)
+        }
+
+    def learn(self, places: Collection[Place]) -> None:
+        """Tell each member of its own."""
+        for name, part in self.members.items():
+            part.learn({place[1:] for place in places if place[0] == name})
 
     def check(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Compare the names of the members, then each member."""

@@ -8,7 +8,7 @@ it goes on in the fourth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .names import name_cleaner, unwrap
+from .stages import Stage
+from .zero import class_name
 
 __all__ = ["apply_setup", "capture_setup", "members_of", "setup_problems"]
 
@@ -37,9 +39,11 @@ def capture_setup(objects: Mapping[str, Any]) -> dict[str, Any]:
     models: dict[str, Any] = {}
     for label, target in members_of(objects):
         if isinstance(target, _CLASSES):
-            classes[label] = type(target).__qualname__
+            classes[label] = class_name(target)
         elif isinstance(target, nn.Module):
-            models[label] = _modes(unwrap(target))
+            models[label] = _modes([unwrap(target)])
+        elif isinstance(target, Stage):
+            models[label] = _modes([unwrap(module) for module in target.modules])
     return {"classes": classes, "models": models}
 
 
@@ -55,7 +59,7 @@ def setup_problems(stored: Any, objects: Mapping[str, Any]) -> list[str]:
     then = stored["classes"]
     problems = []
     for label, target in members_of(objects):
-        now = type(target).__qualname__
+        now = class_name(target)
         if isinstance(target, _CLASSES) and then.get(label, now) != now:
             problems.append(f"{label} is of the class {now}, and was saved from {then[label]}.")
     return problems
@@ -74,8 +78,9 @@ def apply_setup(stored: Any, objects: Mapping[str, Any]) -> list[str]:
     models = stored["models"]
     notes: list[str] = []
     for label, target in members_of(objects):
-        if isinstance(target, nn.Module) and label in models:
-            notes += _apply_modes(label, unwrap(target), models[label])
+        if label in models and isinstance(target, nn.Module | Stage):
+            for module in target.modules if isinstance(target, Stage) else (target,):
+                notes += _apply_modes(label, unwrap(module), models[label])
     return notes
 
 
@@ -103,21 +108,21 @@ def members_of(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield (f"{name}/{member}" if is_group else name), value
 
 
-def _modes(module: nn.Module) -> dict[str, Any]:
-    clean = name_cleaner(module)
-    return {
-        "is_training": module.training,
-        "others": sorted(
-            {
-                _module_name(clean, name)
-                for name, child in module.named_modules()
-                if child.training != module.training
-            }
-        ),
-        "frozen": sorted(
+def _modes(modules: Sequence[nn.Module]) -> dict[str, Any]:
+    is_training = modules[0].training
+    others: set[str] = set()
+    frozen: set[str] = set()
+    for module in modules:
+        clean = name_cleaner(module)
+        others.update(
+            _module_name(clean, name)
+            for name, child in module.named_modules()
+            if child.training != is_training
+        )
+        frozen.update(
             clean(name) for name, one in module.named_parameters() if not one.requires_grad
-        ),
-    }
+        )
+    return {"is_training": is_training, "others": sorted(others), "frozen": sorted(frozen)}
 
 
 def _apply_modes(label: str, module: nn.Module, stored: Mapping[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ __all__ = [
     "StateSource",
     "TensorInfo",
     "load_item",
+    "load_tree",
     "new_like",
     "new_tensor",
     "subtree",
@@ -163,9 +164,28 @@ def load_item(source: StateSource, item: str, *, into: Mapping[str, Tensor] | No
         raise MissingError(
             f"{source.name} holds no item {item!r}.", hint=f"It holds {sorted(source.trees)}."
         )
+    return load_tree(source, item, source.trees[item], into=into)
+
+
+def load_tree(
+    source: StateSource, item: str, tree: Any, *, into: Mapping[str, Tensor] | None = None
+) -> Any:
+    """Read what a tree refers to, such as a part of the tree of an item, and put it together.
+
+    Args:
+        source: Where it is stored.
+        item: The item.
+        tree: The tree.
+        into: See :func:`load_item`.
+
+    Raises:
+        MissingError: The tree names a tensor that is not there.
+        DamagedError: Bytes that do not match their checksum.
+    """
     infos = source.tensors(item)
     given = into or {}
-    made = {key: given[key] if key in given else new_tensor(one) for key, one in infos.items()}
+    keys = [key for key in dict.fromkeys(leaf_keys(tree)) if key in infos]
+    made = {key: given[key] if key in given else new_tensor(infos[key]) for key in keys}
     source.read([(item, key, tensor) for key, tensor in made.items()])
 
     def get(key: str) -> Tensor:
@@ -173,7 +193,7 @@ def load_item(source: StateSource, item: str, *, into: Mapping[str, Tensor] | No
             raise MissingError(f"{source.name}: item {item!r} lacks the tensor {key!r}.")
         return made[key]
 
-    return unpack_item(source.trees[item], get)
+    return unpack_item(tree, get)
 
 
 class _Subtree:

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from ..errors import DuplicateNameError, UsageError
 from ..progress.timer import Timer
+from ..ranks.team import Team
 from ..tensors.pack import Home, PackedItem, pack_item
+from .holders import Holders, join_places
 from .loader import ResumableLoader
 from .model import ModelPart
 from .names import ParameterNames, unwrap
@@ -25,6 +27,8 @@ from .parts import Part
 from .report import LoadReport, restoring
 from .setup import apply_setup, capture_setup, members_of, setup_problems
 from .source import StateSource, load_item, subtree
+from .stage_part import StagePart
+from .stages import Model, Stage, modules_of
 
 __all__ = ["RESERVED_ITEMS", "Tracked", "check_item_names"]
 
@@ -61,6 +65,8 @@ class Tracked:
         self._objects: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
         self._homes: dict[str, Home] = {}
+        self._holders: dict[str, Holders] = {}
+        self._rank = 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
@@ -74,7 +80,7 @@ class Tracked:
         Args:
             name: Its name in every checkpoint.
             target: A module, an optimizer, anything with ``state_dict`` and ``load_state_dict``, a
-                :class:`Value`, a pair of getter and setter, or a mapping of such.
+                :class:`Value`, a :class:`Stage`, a pair of getter and setter, or a mapping of such.
 
         Raises:
             DuplicateNameError: The name is taken.
@@ -97,11 +103,42 @@ class Tracked:
 
     def parameter_names(self) -> ParameterNames:
         """Return the names of the parameters of all tracked models, as they are now."""
-        return ParameterNames(self.models())
+        return ParameterNames(_models(self._objects))
 
     def models(self) -> dict[str, nn.Module]:
-        """Return the tracked modules by name, those inside groups included."""
-        return _models(self._objects)
+        """Return the tracked modules by name, those inside groups and stages included."""
+        return modules_of(_models(self._objects))
+
+    def meet(self, team: Team, *, timeout_s: float, items: Collection[str] | None = None) -> None:
+        """Tell the other ranks what this one holds of values that are spread over the ranks.
+
+        Every rank must call it. Without such values nothing is said.
+
+        Args:
+            team: The ranks.
+            timeout_s: How long to wait for the last of them.
+            items: Of these items only.
+
+        Raises:
+            RankFailedError: A rank failed.
+            DeadlineError: A rank did not come.
+        """
+        self._rank = team.rank
+        names = self._parts if items is None else items
+        spread = {name: self._parts[name].spread() for name in names}
+        held = {name: sorted(places) for name, places in spread.items() if places is not None}
+        if team.world_size == 1 or not held:
+            return
+
+        def mine() -> dict[str, Any]:
+            return {name: [list(place) for place in places] for name, places in held.items()}
+
+        joined = join_places(team.collect("tell what it holds", mine, timeout_s=timeout_s))
+        for name, pairs in joined.items():
+            found = {tuple(place): tuple(ranks) for ranks, places in pairs for place in places}
+            self._holders[name] = Holders(team.rank, found)
+            if name in self._parts:
+                self._parts[name].learn(self._holders[name].places)
 
     def optimizers(self) -> list[tuple[str, str, OptimizerPart]]:
         """Return ``(item, member or "", part)`` of every tracked optimizer."""
@@ -133,17 +170,23 @@ class Tracked:
         Raises:
             UnsupportedStateError: A value that cannot be stored; the message leads to it.
         """
-        items = [
-            pack_item(
-                name,
-                part.capture(),
-                frozen=part.frozen(),
-                leaders=part.leaders() if isinstance(part, ModelPart) else (),
-                home=self._homes[name],
-            )
-            for name, part in self._parts.items()
-        ]
-        return [*items, pack_item("setup", capture_setup(self._objects))]
+        items = [self._pack(name, part) for name, part in self._parts.items()]
+        has_stages = any(isinstance(one, Stage) for one in _models(self._objects).values())
+        setup = pack_item(
+            "setup", capture_setup(self._objects), home="spread" if has_stages else "all"
+        )
+        return [*items, setup]
+
+    def _pack(self, name: str, part: Part) -> PackedItem:
+        is_spread = part.spread() is not None and self._homes[name] == "all"
+        return pack_item(
+            name,
+            part.capture(),
+            frozen=part.frozen(),
+            leaders=part.leaders(),
+            home="spread" if is_spread else self._homes[name],
+            holders=self._holders.get(name, Holders(self._rank, {})) if is_spread else None,
+        )
 
     def restore(
         self,
@@ -220,13 +263,15 @@ class Tracked:
     def _order(self, name: str) -> int:
         target = self._objects[name]
         members = list(target.values()) if isinstance(target, Mapping) else [target]
-        if any(isinstance(member, nn.Module) for member in members):
+        if any(isinstance(member, nn.Module | Stage) for member in members):
             return 0
         return 1 if any(isinstance(member, Optimizer) for member in members) else 2
 
     def _part(self, name: str, target: Any) -> Part:
         if isinstance(target, nn.Module):
             return ModelPart(unwrap(target), strict=self.strict)
+        if isinstance(target, Stage):
+            return StagePart(target, strict=self.strict)
         if isinstance(target, Optimizer):
             objects = self._objects  # not self: a cycle would keep loader workers alive for a while
             return OptimizerPart(target, names=lambda: ParameterNames(_models(objects)))
@@ -246,7 +291,7 @@ class Tracked:
         )
 
 
-def _models(objects: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Return the modules among tracked objects by name, those inside groups included."""
+def _models(objects: Mapping[str, Any]) -> dict[str, Model]:
+    """Return the models among tracked objects by name, those inside groups included."""
     members = members_of(objects)
-    return {label: target for label, target in members if isinstance(target, nn.Module)}
+    return {label: target for label, target in members if isinstance(target, nn.Module | Stage)}

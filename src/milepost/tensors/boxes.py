@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Box", "is_sharded", "local_box", "local_tensor", "overlap", "replicas_of", "shape_of"]
+__all__ = [
+    "Box",
+    "is_sharded",
+    "local_box",
+    "local_tensor",
+    "mesh_ranks",
+    "overlap",
+    "replicas_of",
+    "shape_of",
+]
 
 
 _STAGES = ("pp", "pipe", "stage")
@@ -139,6 +148,13 @@ def replicas_of(value: Tensor) -> tuple[int, ...] | None:
     )
     ranks = set(mesh.mesh[fixed].reshape(-1).tolist())
     return tuple(sorted(ranks | _beside(mesh, ranks)))
+
+
+def mesh_ranks(value: Tensor) -> set[int]:
+    """Return the ranks that hold a sharded tensor together, and those beside them."""
+    mesh: DeviceMesh = value.device_mesh  # type: ignore[attr-defined]
+    ranks = set(mesh.mesh.reshape(-1).tolist())
+    return ranks | _beside(mesh, ranks)
 
 
 def _beside(mesh: DeviceMesh, ranks: set[int]) -> set[int]:

@@ -10,7 +10,7 @@ Nothing is copied here: a leaf refers to the live memory until it is staged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,10 +20,10 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import UnsupportedStateError
 from ..format import tree
-from .boxes import Box, is_sharded, local_box, local_tensor, replicas_of
+from .boxes import Box, is_sharded, local_box, local_tensor, mesh_ranks, replicas_of
 from .dtypes import CODES, dtype_name, named_dtype
 
-__all__ = ["Home", "Leaf", "PackedItem", "pack_item"]
+__all__ = ["Holders", "Home", "Leaf", "PackedItem", "pack_item"]
 
 INLINE_ARRAY_BYTES = 16 * 1024
 """Numpy arrays up to this size stay in the tree; larger ones go to the part like tensors."""
@@ -35,8 +35,12 @@ _PLAIN_TENSORS: tuple[type, ...] = (
 )
 
 
-Home = Literal["all", "each", "leader"]
-"""Whose an item is, of several ranks: the same on all of them, of each its own, or the leader's."""
+Home = Literal["all", "each", "leader", "spread"]
+"""Whose an item is, of several ranks: the same on all of them, of each its own, the leader's, or
+spread, so that each has a piece of it and all of them together the whole."""
+
+Holders = Callable[[tree.Path], tuple[int, ...]]
+"""Returns the ranks that hold what is at a place of an item that is spread, in order."""
 
 
 @dataclass(slots=True)
@@ -100,6 +104,7 @@ def pack_item(
     frozen: Iterable[str] = (),
     leaders: Iterable[str] = (),
     home: Home = "all",
+    holders: Holders | None = None,
 ) -> PackedItem:
     """Take one item apart.
 
@@ -109,26 +114,30 @@ def pack_item(
         frozen: Keys of tensors that the run does not train.
         leaders: Keys of tensors that are saved as the leader has them.
         home: Whose it is.
+        holders: Who holds what of it, where it is spread.
 
     Raises:
         UnsupportedStateError: A value that cannot be stored; the message leads to it.
     """
-    packer = _Packer()
+    packer = _Packer(holders)
     packed = tree.encode(value, sink=packer.sink, path=(name,))
     names = set(frozen)
     if names:
         for leaf in packer.leaves.values():
             leaf.is_frozen = packer.aliases[leaf.key] <= names
     for key in leaders:
-        if key in packer.leaves:
+        # Of a sharded tensor the leader has a piece only.
+        if key in packer.leaves and key not in packer.sharded:
             packer.leaves[key].is_leaders = True
     return PackedItem(name, packed, list(packer.leaves.values()), home)
 
 
 class _Packer:
-    def __init__(self) -> None:
+    def __init__(self, holders: Holders | None = None) -> None:
+        self._holders = holders
         self.leaves: dict[str, Leaf] = {}
         self.aliases: dict[str, set[str]] = {}
+        self.sharded: set[str] = set()
         self._seen: dict[tuple[Any, ...], str] = {}
         self._owners: list[Tensor] = []
 
@@ -250,9 +259,11 @@ class _Packer:
                 local.numel() * local.itemsize,
                 box,
                 whole,
-                replicas_of(value),
+                self._replicas(path, value),
             )
             self.aliases[key] = set()
+            if is_sharded(value):
+                self.sharded.add(key)
             if identity:
                 self._seen[identity] = key
                 # Memory that is used again would make a stranger look like an alias.
@@ -264,6 +275,18 @@ class _Packer:
         if not is_sharded(value) and not value.is_contiguous() and _is_dense(value):
             tag["stride"] = list(value.stride())
         return tag
+
+    def _replicas(self, path: tree.Path, value: Tensor) -> tuple[int, ...] | None:
+        """Return the ranks that hold this very piece."""
+        replicas = replicas_of(value)
+        if self._holders is None:
+            return replicas
+        holders = self._holders(path)
+        if replicas is None:
+            return holders
+        # Of a tensor that several stages have shards of, the first stage saves all of them.
+        is_elsewhere = bool(holders) and holders[0] not in mesh_ranks(value)
+        return () if is_elsewhere else tuple(rank for rank in replicas if rank in holders)
 
     def _free_key(self, wanted: str) -> str:
         key, count = wanted, 1

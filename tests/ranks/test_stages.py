@@ -1,0 +1,168 @@
+"""Models of which each rank holds some layers only: one model to whoever reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import milepost as mp
+from milepost.testing.ranks import run_ranks
+
+BUILD = """
+    import hashlib
+    import milepost as mp
+    from torch import nn
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(5, 4)
+            self.layers = nn.ModuleDict({str(n): nn.Linear(4, 4) for n in range(4)})
+            self.norm = nn.BatchNorm1d(4)
+            self.head = nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+            self.layers["1"].bias.requires_grad_(False)
+
+    def cut(layers, *, first=False, last=False):
+        whole = Whole()
+        for n in range(4):
+            if n not in layers:
+                del whole.layers[str(n)]
+        if not first:
+            del whole.embed
+        if not last:
+            del whole.head, whole.norm
+        return whole
+
+    def digest(tensor):
+        return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+
+    def optimizer_of(*modules):
+        named = [item for module in modules for item in module.named_parameters()]
+        wide = [p for name, p in named if p.dim() > 1]
+        narrow = [p for name, p in named if p.dim() == 1]
+        return torch.optim.AdamW(
+            [{"params": wide, "lr": 0.1}, {"params": narrow, "lr": 0.2, "weight_decay": 0.0}]
+        )
+
+    def train(*modules, optimizer):
+        for module in modules:
+            for name, p in module.named_parameters():
+                if p.requires_grad:
+                    label = name.replace("head", "embed")
+                    p.grad = torch.full_like(p, float(sum(map(ord, label)) % 7 + 1)) * p
+            if hasattr(module, "norm"):
+                module.norm(torch.arange(8.0).reshape(2, 4))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state_of(*modules, optimizer):
+        found = {}
+        for module in modules:
+            found.update({name: digest(value) for name, value in module.state_dict().items()})
+            for name, p in module.named_parameters():
+                state = optimizer.state.get(p, {})
+                found.update({f"{name}/{key}": digest(v) for key, v in state.items()})
+        return found
+"""
+
+
+def whole() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    space: dict[str, Any] = {"torch": torch}
+    exec(textwrap.dedent(BUILD), space)
+    model = space["Whole"]()
+    optimizer = space["optimizer_of"](model)
+    return model, optimizer
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    def digest(tensor: torch.Tensor) -> str:
+        return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+
+    found = {name: digest(value) for name, value in model.state_dict().items()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        found.update({f"{name}/{key}": digest(v) for key, v in optimizer.state.get(p, {}).items()})
+    return found
+
+
+def test_a_split_model_is_one_model_and_goes_on_in_any_other_split(tmp_path: Path) -> None:
+    """Two stages, one process, then four stages on three ranks, one of which has two."""
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    body = f"""
+    module = cut([0, 1], first=True) if rank == 0 else cut([2, 3], last=True)
+    optimizer = optimizer_of(module)
+    with mp.Checkpointer({a!r}, model=mp.Stage(module), optimizer=optimizer) as run:
+        for _ in range(2):
+            train(module, optimizer=optimizer)
+            run.step(num_samples=2)
+        run.save(wait=True)
+    before = state_of(module, optimizer=optimizer)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    again = optimizer_of(module)
+    with mp.Checkpointer({a!r}, model=mp.Stage(module), optimizer=again, resume="must") as run:
+        report = run.load_report
+        give(before=before, after=state_of(module, optimizer=again), loaded=report.is_exact)
+        module.layers["9"] = nn.Linear(4, 4)
+        said = ""
+        try:
+            run.restore()
+        except mp.MismatchError as error:
+            said = str(error)
+        give(said=said)
+    """
+    two = run_ranks(BUILD + body, 2)
+    saved: dict[str, str] = {}
+    for one in two:
+        assert one["after"] == one["before"]
+        assert one["loaded"]
+        assert "layers.9.weight" in one["said"]
+        assert "unexpected" not in one["said"]
+        assert not set(one["before"]) <= set(saved)
+        saved |= one["before"]
+
+    checkpoint = mp.open_run(a).get("ba2")
+    assert checkpoint.verify(level="full").is_good
+    model, optimizer = whole()
+    with mp.Checkpointer(b, model=model, optimizer=optimizer) as run:
+        report = run.restore(checkpoint)
+        assert report.is_exact
+        found = state_of(model, optimizer)
+        # On the last stage the tied weight is called as there.
+        tied = {name.replace("head", "embed"): value for name, value in saved.items()}
+        assert found == saved | tied
+        run.save("whole", wait=True)
+
+    body = f"""
+    if rank == 0:
+        modules = [cut([0], first=True), cut([2])]
+    else:
+        modules = [cut([1])] if rank == 1 else [cut([3], last=True)]
+    with torch.no_grad():
+        for module in modules:
+            for p in module.parameters():
+                p.fill_(7)
+    optimizer = optimizer_of(*modules)
+    with mp.Checkpointer({b!r}, resume="must", strict=True) as run:
+        run.track(model=mp.Stage(*modules))
+        run.track(optimizer=optimizer)
+        give(state=state_of(*modules, optimizer=optimizer))
+        run.save("three", wait=True)
+    """
+    together: dict[str, str] = {}
+    for one in run_ranks(BUILD + body, 3):
+        together |= one["state"]
+    assert together == found
+    weights = mp.open_run(b).get("three").load(["model"])["state"]["model"]
+    assert {name: value.shape for name, value in weights.items()} == {
+        name: value.shape for name, value in model.state_dict().items()
+    }
+    assert sum(one.size_bytes for one in mp.open_run(b).get("three").manifest.files) > 0
+    model, optimizer = whole()
+    assert mp.open_run(b).get("three").load_weights(model, strict=True).is_exact
