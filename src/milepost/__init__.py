@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         FencedError,
         FormatError,
         IncompleteError,
+        InUseError,
         LaunchFailedError,
         MismatchError,
         MissingError,
@@ -73,6 +74,7 @@ __all__ = [
     "FailureConfig",
     "FencedError",
     "FormatError",
+    "InUseError",
     "IncompleteError",
     "KeepAll",
     "KeepBest",
@@ -118,9 +120,9 @@ _NAMES_OF_MODULES = {
     "checkpointer": "Checkpointer PerRank Stage Value",
     "engine.pending": "PendingSave",
     "errors": "AccessError CheckpointError DamagedError DeadlineError DuplicateNameError "
-    "ExistsError FencedError FormatError IncompleteError LaunchFailedError MismatchError "
-    "MissingError NewerFormatError NoSpaceError NonFiniteLossError Preempted RankFailedError "
-    "SaveFailedError StorageError UnsupportedStateError UsageError",
+    "ExistsError FencedError FormatError InUseError IncompleteError LaunchFailedError "
+    "MismatchError MissingError NewerFormatError NoSpaceError NonFiniteLossError Preempted "
+    "RankFailedError SaveFailedError StorageError UnsupportedStateError UsageError",
     "format.tree": "register_codec",
     "launch": "FailureConfig LaunchResult RunConfig ScalingConfig launch",
     "progress.time": "Time TimeUnit",

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ExistsError, FormatError, MissingError, UsageError
+from .copies.own import copy_to
+from .copies.shared import STALL_TIMEOUT_S, shared_copy
+from .errors import FormatError, MissingError
 from .format import canonical, tree
-from .format.digest import BLOCK_BYTES
 from .format.layout import HIDDEN, MANIFEST, METADATA, RUN, SESSIONS
 from .format.manifest import Manifest
+from .runs.readers import hold
 from .runs.scan import Found, RunView, State, read_manifest, scan
 from .runs.verify import Level, VerifyReport, verify
 from .stores.base import Store
 from .stores.local import LocalStore
-from .stores.pages import page_memory
 from .stores.prefix import PrefixStore
 from .stores.url import open_store
 from .visible import SUFFIXES, VisibleFiles
@@ -188,31 +189,46 @@ class Checkpoint:
         return verify(self.store, self.folder, Level(level))
 
     @contextmanager
-    def as_directory(self) -> Iterator[str]:
-        """Give its files as a local folder, to read only. Nothing is copied on a local disk."""
-        path = self.store.local_path(self.folder)
-        if path is None:
-            raise UsageError(f"{self.url} is not on a local disk; use to_directory().")
-        yield path
+    def as_directory(self, *, stall_timeout_s: float = STALL_TIMEOUT_S) -> Iterator[str]:
+        """Give its files as a local folder, to read only.
 
-    def to_directory(self, path: Place) -> str:
-        """Copy its files to a new local folder; the commit comes last.
+        On a local disk it is the checkpoint's own folder: nothing is copied, and retention leaves
+        it alone until the block ends. From elsewhere the files are downloaded and checked, once
+        for all processes and threads of this machine that read them at the time, and removed with
+        the last reader.
+
+        Args:
+            stall_timeout_s: How long the download of another process, which is waited for, may
+                stand still.
+
+        Raises:
+            MissingError: It was deleted, or is being deleted.
+            DamagedError: Bytes that do not match their checksum.
+            DeadlineError: Another process was downloading it and came to a standstill.
+        """
+        path = self.store.local_path(self.folder) if self.folder else self._local_root()
+        if path is None:
+            with shared_copy(self.store, self.folder, stall_timeout_s=stall_timeout_s) as copy:
+                yield copy
+        else:
+            with self._held():
+                yield path
+
+    def to_directory(self, path: Place | None = None) -> str:
+        """Copy its files to a new local folder, checked; the commit comes last.
+
+        Args:
+            path: The folder; ``None`` for a new, private one, which is the caller's to remove.
 
         Returns:
             The folder, a checkpoint that :func:`open_checkpoint` opens.
 
         Raises:
             ExistsError: There are files in the folder already.
+            DamagedError: Bytes that do not match their checksum. Nothing of the copy is left.
         """
-        target = LocalStore(path)
-        if next(iter(target.list()), None) is not None:
-            raise ExistsError(f"{path} is not empty.", path=str(path))
-        prefix = f"{self.folder}/" if self.folder else ""
-        entries = [entry.key for entry in self.store.list(self.folder)]
-        commit = self._key(MANIFEST)
-        for key in sorted(entries, key=lambda key: key == commit):
-            _copy(self.store, key, target, key[len(prefix) :])
-        return str(Path(path).absolute())
+        with self._held():
+            return copy_to(self.store, self.folder, path, name=self.name)
 
     def get_metadata(self) -> dict[str, Any]:
         """Return what users added to it; empty if nothing."""
@@ -242,6 +258,17 @@ class Checkpoint:
 
     def _key(self, file: str) -> str:
         return f"{self.folder}/{file}" if self.folder else file
+
+    def _local_root(self) -> str | None:
+        """Return the folder that the store begins in, if it keeps files."""
+        path = self.store.local_path(MANIFEST)
+        return None if path is None else path.rpartition("/")[0]
+
+    def _held(self) -> AbstractContextManager[None]:
+        """Keep it from being deleted; a user's own folder without a commit is not deleted by us."""
+        if self._is_plain_folder() and not self.is_committed:
+            return nullcontext()
+        return hold(self.store, self.folder)
 
     def _is_plain_folder(self) -> bool:
         """Return whether this is a user's own folder, which needs no commit."""
@@ -334,27 +361,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.url!r})"
-
-
-def _copy(source: Store, key: str, target: Store, new_key: str) -> None:
-    """Copy one key block by block, durably, in bounded memory."""
-    reader = source.open_reader(key)
-    try:
-        size = reader.size_bytes
-        writer = target.create_writer(new_key, size)
-        try:
-            buffer = memoryview(page_memory(min(size, BLOCK_BYTES)))
-            for start in range(0, size, BLOCK_BYTES):
-                block = buffer[: min(BLOCK_BYTES, size - start)]
-                reader.read_into(start, block)
-                writer.write_at(start, block)
-            writer.close()
-        except BaseException:
-            writer.abort()
-            raise
-    finally:
-        reader.close()
-    target.sync_folder(new_key.rpartition("/")[0])
 
 
 def run_store(place: Place | Store) -> Store | None:

@@ -17,6 +17,7 @@ match on the class or on ``kind`` (a stable code that is never renamed), never o
         NewerFormatError                     written by a newer Milepost
         DamagedError                         a checksum, size or digest does not match
         IncompleteError                      a checkpoint without a commit, or with files missing
+      InUseError                           somebody reads what was to be deleted
       FencedError                          a newer session owns the run; this one must stop
       UnsupportedStateError (TypeError)    a value in the state that cannot be stored
       MismatchError (ValueError)           a checkpoint does not fit the objects it is loaded into
@@ -44,6 +45,7 @@ __all__ = [
     "ExistsError",
     "FencedError",
     "FormatError",
+    "InUseError",
     "IncompleteError",
     "LaunchFailedError",
     "MismatchError",
@@ -163,6 +165,12 @@ class IncompleteError(FormatError):
     """A checkpoint without a commit, or with files missing."""
 
     kind = "incomplete"
+
+
+class InUseError(CheckpointError):
+    """Somebody reads what was to be deleted. Try again later."""
+
+    kind = "in_use"
 
 
 class FencedError(CheckpointError):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from .checkpoint import Checkpoint, Run
 from .engine.pending import PendingSave
 from .engine.save import Saver, SaveRequest
-from .errors import CheckpointError, FencedError, SaveFailedError, UsageError
+from .errors import CheckpointError, FencedError, InUseError, SaveFailedError, UsageError
 from .exit_check import unwatch, watch
 from .format.layout import HIDDEN
 from .format.manifest import Manifest
@@ -238,7 +238,8 @@ class RunWriter:
             _log.warning("Retention failed and will be tried again after the next save: %s", error)
             return
         for name, reason in report.errors.items():
-            _log.warning("The checkpoint %s was to be deleted and was not: %s", name, reason)
+            level = logging.INFO if isinstance(reason, InUseError) else logging.WARNING
+            _log.log(level, "The checkpoint %s was to be deleted and was not: %s", name, reason)
 
     def _show(self, manifest: Manifest) -> None:
         try:

@@ -26,6 +26,7 @@ TREE = {
     "NewerFormatError": ("newer_format", (errors.FormatError,)),
     "DamagedError": ("damaged", (errors.FormatError,)),
     "IncompleteError": ("incomplete", (errors.FormatError,)),
+    "InUseError": ("in_use", (errors.CheckpointError,)),
     "FencedError": ("fenced", (errors.CheckpointError,)),
     "UnsupportedStateError": ("unsupported_state", (errors.CheckpointError, TypeError)),
     "MismatchError": ("mismatch", (errors.CheckpointError, ValueError)),

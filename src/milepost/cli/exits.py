@@ -15,6 +15,7 @@ from ..errors import (
     ExistsError,
     FormatError,
     IncompleteError,
+    InUseError,
     MismatchError,
     MissingError,
     NewerFormatError,
@@ -51,6 +52,7 @@ _CODES: tuple[tuple[type[CheckpointError], Exit], ...] = (
     (UsageError, Exit.USAGE),
     (UnsupportedStateError, Exit.USAGE),
     (ExistsError, Exit.USAGE),
+    (InUseError, Exit.USAGE),
     (MissingError, Exit.MISSING),
     (AccessError, Exit.ACCESS),
 )

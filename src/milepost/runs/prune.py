@@ -12,10 +12,11 @@ A checkpoint is deleted in this order, and a stop in between leaves what the rig
 The intent stands in the store from the first step to the last, so that any later session finishes
 the work without knowing who began it. At no moment is there a commit whose files are missing.
 
-What is never deleted: the newest checkpoint on the lineage, pinned ones, those that the caller
-protects, orphaned and diagnostic ones, and anything that Milepost did not make: a file of someone
-else's in the folder stays, and the folder with it, which then is no checkpoint. Before the first
-deletion the newest checkpoint is looked at; if it is not whole, the newest whole one stays too.
+What is never deleted: the newest checkpoint on the lineage, pinned ones, those whose folder
+somebody reads (see ``runs/readers.py``), those that the caller protects, orphaned and diagnostic
+ones, and anything that Milepost did not make: a file of someone else's in the folder stays, and the
+folder with it, which then is no checkpoint. Before the first deletion the newest checkpoint is
+looked at; if it is not whole, the newest whole one stays too.
 
 What a decision was made from may be out of date when it is carried out, by a moment or by an hour.
 So with each deletion it is asked again, of the store and not of the view, whether a newer session
@@ -46,6 +47,7 @@ from .keep import KeepPolicy, Record, keep_any
 from .manifests import ManifestCache
 from .pins import is_pinned
 from .publish import give_up
+from .readers import shut_out
 from .scan import Found, RunView, State, scan
 from .sessions import Session, check_not_fenced, is_provably_dead
 from .verify import newest_good
@@ -212,6 +214,7 @@ def delete_checkpoint(store: Store, name: str, *, force: bool = False) -> None:
 
     Raises:
         UsageError: It is pinned.
+        InUseError: It is being read.
         IncompleteError: The folder is an attempt that was never committed.
     """
     check_folder(name)
@@ -313,7 +316,10 @@ def _delete(store: Store, name: str, *, write_id: str | None, force: bool = Fals
     """Delete the checkpoint of one attempt; return ``False`` if it is no longer in the folder."""
     _refuse_pinned(store, name, force=force)
     try:
-        is_marked = condemn(store, file_key(name, MANIFEST), write_id=write_id)
+        with shut_out(store, name):
+            is_marked = condemn(store, file_key(name, MANIFEST), write_id=write_id)
+    except MissingError:
+        return False  # gone, or another process is deleting it
     except ExistsError:
         # A stop in the middle of a rename in two steps has left both, and what follows removes
         # the manifest first.

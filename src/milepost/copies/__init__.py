@@ -1,0 +1,1 @@
+"""Copies of checkpoints on this machine, for whoever needs files."""
