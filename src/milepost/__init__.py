@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         MismatchError,
         MissingError,
         NewerFormatError,
+        NodeLostError,
         NonFiniteLossError,
         NoSpaceError,
         Preempted,
@@ -88,6 +89,7 @@ __all__ = [
     "MissingError",
     "NewerFormatError",
     "NoSpaceError",
+    "NodeLostError",
     "NonFiniteLossError",
     "PendingSave",
     "PerRank",
@@ -121,8 +123,8 @@ _NAMES_OF_MODULES = {
     "engine.pending": "PendingSave",
     "errors": "AccessError CheckpointError DamagedError DeadlineError DuplicateNameError "
     "ExistsError FencedError FormatError InUseError IncompleteError LaunchFailedError "
-    "MismatchError MissingError NewerFormatError NoSpaceError NonFiniteLossError Preempted "
-    "RankFailedError SaveFailedError StorageError UnsupportedStateError UsageError",
+    "MismatchError MissingError NewerFormatError NoSpaceError NodeLostError NonFiniteLossError "
+    "Preempted RankFailedError SaveFailedError StorageError UnsupportedStateError UsageError",
     "format.tree": "register_codec",
     "launch": "FailureConfig LaunchResult RunConfig ScalingConfig launch",
     "progress.time": "Time TimeUnit",

@@ -24,6 +24,7 @@ match on the class or on ``kind`` (a stable code that is never renamed), never o
       NonFiniteLossError (ArithmeticError) the loss became NaN or infinite
       SaveFailedError                      several saves in a row failed
       RankFailedError                      another rank failed, or the ranks do not agree
+      NodeLostError                        a machine of a launch cannot be reached any more
       LaunchFailedError                    a worker failed, and no attempt is left
 
 ``Preempted`` stands outside the tree: it is a ``SystemExit``, raised once the state is safe after
@@ -52,6 +53,7 @@ __all__ = [
     "MissingError",
     "NewerFormatError",
     "NoSpaceError",
+    "NodeLostError",
     "NonFiniteLossError",
     "Preempted",
     "RankFailedError",
@@ -214,6 +216,12 @@ class RankFailedError(CheckpointError):
     """
 
     kind = "rank_failed"
+
+
+class NodeLostError(CheckpointError):
+    """A machine of a launch cannot be reached any more. ``facts["node"]`` names it."""
+
+    kind = "node_lost"
 
 
 class LaunchFailedError(CheckpointError):

@@ -33,6 +33,7 @@ TREE = {
     "NonFiniteLossError": ("non_finite_loss", (errors.CheckpointError, ArithmeticError)),
     "SaveFailedError": ("save_failed", (errors.CheckpointError,)),
     "RankFailedError": ("rank_failed", (errors.CheckpointError,)),
+    "NodeLostError": ("node_lost", (errors.CheckpointError,)),
     "LaunchFailedError": ("launch_failed", (errors.CheckpointError,)),
 }
 CLASSES = [getattr(errors, name) for name in TREE]

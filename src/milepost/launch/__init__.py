@@ -1,4 +1,4 @@
-"""Workers on this machine that are brought back without a hand.
+"""Workers that are brought back without a hand.
 
 The package and its main function share a name. ``milepost.launch`` is the function once it was
 used, and this module after ``import milepost.launch``; so the module can be called as well.
@@ -14,6 +14,7 @@ from .attempt import AttemptResult
 from .config import RunConfig, ScalingConfig
 from .failures import WorkerFailure
 from .policy import Ending, FailureConfig
+from .ray import RayEngine
 from .recovery import LaunchResult, launch
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Ending",
     "FailureConfig",
     "LaunchResult",
+    "RayEngine",
     "RunConfig",
     "ScalingConfig",
     "WorkerFailure",

@@ -267,6 +267,7 @@ class _Watch:
             message=end.event.why or f"the process {exit_text(code)}",
             traceback=log_tail(self._folder / f"rank-{rank}.log", num_lines=_TAIL_LINES),
             code=code,
+            is_lost=bool(end.event.why),
         )
 
     def _hang(self, rank: int, age_s: float, at_s: float) -> WorkerFailure:

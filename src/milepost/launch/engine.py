@@ -65,6 +65,7 @@ class Plan:
         num_workers: How many there are.
         arguments: Arguments of ``python -m milepost.launch.worker``.
         folder: Folder of the launch, with ``config.json`` in it.
+        place: Where the run is kept: a folder or a URL.
         max_failures: As in ``FailureConfig``; told to the workers.
         variables: More variables for the environment of every worker.
     """
@@ -73,6 +74,7 @@ class Plan:
     num_workers: int
     arguments: tuple[str, ...]
     folder: Path
+    place: str
     max_failures: int
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -80,6 +82,11 @@ class Plan:
     def attempt_folder(self) -> Path:
         """Return where the workers of this attempt write things down. Exists."""
         return self.folder / f"attempt-{self.number}"
+
+    @property
+    def script(self) -> str | None:
+        """Return the path of the script that the workers run; ``None`` for a function."""
+        return self.arguments[1] if self.arguments[0] == "--script" else None
 
     @property
     def run_id(self) -> str:
@@ -90,8 +97,9 @@ class Plan:
 class Group(Protocol):
     """The workers of one attempt."""
 
-    running: set[int]
-    """Ranks whose end has not been taken from the events yet."""
+    @property
+    def running(self) -> set[int]:
+        """Return the ranks whose end has not been taken from the events yet; ours to change."""
 
     def start(self) -> None:
         """Start them all. If it raises, none is left."""

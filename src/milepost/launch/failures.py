@@ -53,6 +53,7 @@ class WorkerFailure:
         traceback: The traceback, or the end of the log.
         code: Exit code of the process; negative for a signal, ``None`` if it did not end by itself.
         is_final: Whether it would fail in the same way again.
+        is_lost: Whether it went with its machine.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class WorkerFailure:
     traceback: str
     code: int | None = None
     is_final: bool = False
+    is_lost: bool = False
 
     @property
     def text(self) -> str:
@@ -100,11 +102,13 @@ def first_of(failures: Iterable[WorkerFailure]) -> list[WorkerFailure]:
 
     A process that the kernel killed is noticed a moment after its peers have lost their connection
     to it, and no peer's exception ever kills a process that way. So such an end counts as half a
-    second earlier.
+    second earlier. That a whole machine is gone is noticed long after, and comes before all else.
     """
-    return sorted(
-        failures, key=lambda one: (one.at_s - _HARD_LEAD_S * (one.code in _HARD), one.rank)
-    )
+
+    def order(one: WorkerFailure) -> tuple[bool, float, int]:
+        return not one.is_lost, one.at_s - _HARD_LEAD_S * (one.code in _HARD), one.rank
+
+    return sorted(failures, key=order)
 
 
 def signature_of(failure: WorkerFailure) -> str:

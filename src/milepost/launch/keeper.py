@@ -34,6 +34,8 @@ def main() -> None:
     """Read until the launcher is gone, then kill what is left."""
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if "--apart" in sys.argv and os.fork() != 0:
+        os._exit(0)
     groups: set[str] = set()
     marks: set[str] = set()
     for line in sys.stdin:

@@ -16,9 +16,14 @@ class Keeper:
     """The process that kills the workers if this one dies.
 
     It is started again if it was killed itself.
+
+    Args:
+        is_apart: Whether it is no child of this process: there are programs that kill all children
+            of a process that ends, and would leave nobody to kill what those have started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_apart: bool = False) -> None:
+        self._options = ["--apart"] if is_apart else []
         self._listed: set[str] = set()
         self._process = self._start()
 
@@ -48,7 +53,7 @@ class Keeper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603 - a file of ours
-            [sys.executable, "-I", "-S", str(_KEEPER)],
+            [sys.executable, "-I", "-S", str(_KEEPER), *self._options],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -61,8 +61,9 @@ def launch(
     scaling: ScalingConfig | None = None,
     run: RunConfig | None = None,
     available: Callable[[], int] | None = None,
+    engine: str | Engine = "local",
 ) -> LaunchResult:
-    """Run a function or a script on workers of this machine, and bring them back when they fail.
+    """Run a function or a script on several workers, and bring them back when they fail.
 
     Every worker is a process with the environment that ``torchrun`` gives. If one fails, all are
     ended and, as ``FailureConfig`` allows, started again; the training must go on from its newest
@@ -77,6 +78,8 @@ def launch(
         scaling: How many workers. Default: one.
         run: Where, and what is done about failures.
         available: Says before each attempt how many workers there may be. Default: all.
+        engine: Where they run: ``"local"``, on this machine; ``"ray"``, on the machines of a Ray
+            cluster; or a ``RayEngine`` with options.
 
     Returns:
         What the workers did. Nothing is left running.
@@ -103,7 +106,7 @@ def launch(
         scaling=scaling or ScalingConfig(),
         run=run,
         available=available,
-        engine=LocalEngine(),
+        engine=_engine_of(engine),
     ).run()
 
 
@@ -176,6 +179,7 @@ class _Launch:
             num_workers=most if most < fewest else engine.reserve(fewest, most),
             arguments=self._entry.arguments,
             folder=self._folder,
+            place=str(Path(self._config.storage_path).absolute()),
             max_failures=self._config.failure_config.max_failures,
         )
         if plan.num_workers < fewest:
@@ -281,6 +285,18 @@ class _Launch:
         except CheckpointError as error:
             _say(f"milepost: the record of the launch is missing. {error}")
         return result
+
+
+def _engine_of(given: str | Engine) -> Engine:
+    if not isinstance(given, str):
+        return given
+    if given == "local":
+        return LocalEngine()
+    if given == "ray":
+        from .ray import RayEngine
+
+        return RayEngine()
+    raise UsageError(f"There is no engine {given!r}.", hint='Use "local" or "ray".')
 
 
 def _create_folder(run_folder: Path) -> Path:

@@ -36,10 +36,13 @@ def run(  # noqa: PLR0913 - an option each
     grace_s: Annotated[
         float, typer.Option(help="Seconds to save and end when asked to end.")
     ] = 30.0,
+    engine: Annotated[
+        str, typer.Option(help="local: on this machine. ray: on a Ray cluster.")
+    ] = "local",
     storage_path: Annotated[str, typer.Option(help="Folder of the logs.")] = "runs",
     name: Annotated[str, typer.Option(help="Folder of this run in it.")] = "launched",
 ) -> None:
-    """Run a script on several workers of this machine, and bring them back when they fail.
+    """Run a script on several workers, and bring them back when they fail.
 
     Options come before the script; all that follows it is for the script. Ends with 1 if the
     script failed, with 128 + the signal's number if this program was asked to end.
@@ -57,6 +60,7 @@ def run(  # noqa: PLR0913 - an option each
             script,
             arguments or [],
             scaling=ScalingConfig(num_workers=workers),
+            engine=engine,
             run=RunConfig(
                 storage_path=storage_path, name=name, failure_config=failures, grace_s=grace_s
             ),
