@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..processes import functions
+
 __all__ = [
     "PREEMPTED_CODES",
     "WorkerFailure",
@@ -37,7 +39,11 @@ _HARD = frozenset({-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIG
 _HARD_LEAD_S = 0.5
 _TAIL_BYTES = 8192
 _RUNNERS = frozenset(
-    {runpy.__file__, *(str(Path(__file__).with_name(name)) for name in ("worker.py", "entry.py"))}
+    {
+        runpy.__file__,
+        functions.__file__,
+        *(str(Path(__file__).with_name(name)) for name in ("worker.py", "entry.py")),
+    }
 )
 
 

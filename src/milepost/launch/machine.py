@@ -6,9 +6,9 @@ import os
 import sys
 from types import TracebackType
 
+from ..processes.keeping import Keeper
 from .engine import Events, Plan
 from .environment import LOOPBACK, HeldPort, Spot, environment_of
-from .keeping import Keeper
 from .workers import Workers
 
 __all__ = ["LocalEngine"]

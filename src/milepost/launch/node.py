@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import MissingError, UsageError, storage_error
+from ..processes.keeping import Keeper
 from ..stores.url import open_store
 from .engine import Ended, Event, Plan
 from .environment import HeldPort, Spot, environment_of
-from .keeping import Keeper
 from .workers import Workers
 
 __all__ = ["Changes", "News", "Node", "Piece", "Share", "probe_key"]

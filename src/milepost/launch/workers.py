@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import DeadlineError, storage_error
+from ..processes.keeper import MARK, kill_marked
+from ..processes.keeping import Keeper
 from .engine import Ended, Events, Told
-from .keeper import MARK, kill_marked
-from .keeping import Keeper
 from .output import Output
 
 __all__ = ["Workers"]
