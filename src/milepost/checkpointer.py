@@ -33,6 +33,7 @@ from .naming import NameFormat
 from .opening import Resume, WriterOptions
 from .progress.schedule import Schedule
 from .progress.timer import Timer
+from .ranks.solo import RankCheck
 from .ranks.stopping import StopTogether
 from .ranks.team import join_team
 from .resumption import Resumption
@@ -80,6 +81,8 @@ class Checkpointer:
             start, in seconds.
         share_timeout_s: Of several ranks: how long the leader waits for the last one to write its
             share, in seconds.
+        rank_check: Of several ranks: how tensors are compared that all of them should have alike:
+            ``"sample"``, ``"full"`` for every byte, ``"none"``.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
             ``state_dict`` and ``load_state_dict``, a :class:`Value`, a :class:`PerRank`, a
             :class:`Stage`, or a dict of such.
@@ -107,6 +110,7 @@ class Checkpointer:
         strict: bool = True,
         rank_timeout_s: float = 45.0,
         share_timeout_s: float = 1800.0,
+        rank_check: RankCheck = "sample",
         **objects: Any,
     ) -> None:
         options = WriterOptions(
@@ -119,6 +123,7 @@ class Checkpointer:
             link_unchanged=link_unchanged,
             rank_timeout_s=rank_timeout_s,
             share_timeout_s=share_timeout_s,
+            rank_check=rank_check,
         )
         text = os.fspath(folder)
         is_uri = "://" in text

@@ -29,7 +29,7 @@ from .errors import (
     UsageError,
 )
 from .format.layout import session_key
-from .ranks.solo import Deadlines, Team
+from .ranks.solo import Deadlines, RankCheck, Team
 from .runs.keep import KeepPolicy
 from .runs.manifests import ManifestCache
 from .runs.prune import sweep
@@ -64,6 +64,7 @@ class WriterOptions:
             start, in seconds.
         share_timeout_s: Of several ranks: how long the leader waits for the last one to write its
             share, in seconds.
+        rank_check: Of several ranks: ``sample``, ``full`` or ``none``.
     """
 
     resume: Resume = "auto"
@@ -75,11 +76,13 @@ class WriterOptions:
     link_unchanged: bool = True
     rank_timeout_s: float = 45.0
     share_timeout_s: float = 1800.0
+    rank_check: RankCheck = "sample"
 
     def __post_init__(self) -> None:
         _require("resume", self.resume, ("never", "auto", "must"))
         _require("save_format", self.save_format, ("milepost", "torch"))
         _require("on_save_error", self.on_save_error, ("raise", "warn"))
+        _require("rank_check", self.rank_check, ("sample", "full", "none"))
         check_compression(self.save_compression, self.save_format)
         if self.max_failed_saves < 1:
             raise UsageError("max_failed_saves must be at least 1.")

@@ -121,6 +121,7 @@ class RunWriter:
             on_commit=self._after_commit,
             team=self.team,
             deadlines=self.options.deadlines,
+            rank_check=self.options.rank_check,
         )
         if self.options.save_format == "torch" and self.team.rank == 0:
             newest = scan(self.store, self._manifests).latest()

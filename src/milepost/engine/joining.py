@@ -35,6 +35,9 @@ def join_trees(
         own: The items with the leaves that this rank writes.
         timeout_s: How long to wait for the last rank.
 
+    Returns:
+        By item; on the leader, who writes them, and nothing on other ranks.
+
     Raises:
         MismatchError: Ranks have different values under one name, or one that no rank writes; the
             same on every rank.
@@ -42,31 +45,35 @@ def join_trees(
     trees = {item.name: item.tree for item in whole if item.home == "spread"}
     if not trees:
         return {}
-    said = {name: crc32c(_json(tree)) for name, tree in trees.items()}
-    digests = team.collect("name what it has", lambda: said, timeout_s=timeout_s)
+    sums = {name: crc32c(_json(tree)) for name, tree in trees.items()}
+    wanted = team.gather("name what it has", lambda: sums, _first_of_each, timeout_s=timeout_s)
+    mine = {name: tree for name, tree in trees.items() if team.rank in wanted[name]}
     written = {
         item.name: sorted({leaf.key for leaf in item.leaves}) for item in own if item.name in trees
     }
-    mine = {
-        name: tree
-        for name, tree in trees.items()
-        if [one.get(name) for one in digests].index(said[name]) == team.rank
-    }
+    joined: dict[str, Any] = {}
 
     def tell() -> dict[str, Any]:
         # As text: what is encoded already must not be encoded again.
         return {"trees": json.dumps(mine, allow_nan=False), "written": written}
 
-    told = team.collect("join what is spread", tell, timeout_s=timeout_s)
-    found: list[dict[str, Any]] = [json.loads(one["trees"]) for one in told]
-    return {
-        name: _join(
-            name,
-            [one[name] for one in found if name in one],
-            [one["written"][name] for one in told],
-        )
-        for name in trees
-    }
+    def join(told: Sequence[Mapping[str, Any]]) -> None:
+        found: list[dict[str, Any]] = [json.loads(one["trees"]) for one in told]
+        for name in trees:
+            having = [one[name] for one in found if name in one]
+            joined[name] = _join(name, having, [one["written"][name] for one in told])
+
+    team.gather("join what is spread", tell, join, timeout_s=timeout_s)
+    return joined
+
+
+def _first_of_each(told: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
+    """Return for each item the first rank of those that have the same."""
+    found: dict[str, dict[int, int]] = {}
+    for rank, sums in enumerate(told):
+        for name, value in sums.items():
+            found.setdefault(name, {}).setdefault(value, rank)
+    return {name: list(ranks.values()) for name, ranks in found.items()}
 
 
 def _join(name: str, trees: Sequence[Any], written: Iterable[Iterable[str]]) -> Any:

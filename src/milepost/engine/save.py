@@ -32,7 +32,7 @@ from torch import Tensor
 from ..errors import CheckpointError, FencedError, UsageError
 from ..format.layout import INDEX
 from ..format.manifest import FORMAT_VERSION, FileEntry, Manifest
-from ..ranks.solo import Deadlines, Team
+from ..ranks.solo import Deadlines, RankCheck, Team
 from ..runs.publish import Claim, abandon, claim, publish, withdraw
 from ..runs.sessions import Session
 from ..stores.base import Store
@@ -46,6 +46,7 @@ from .joining import join_trees
 from .pending import PendingSave
 from .plan import Plan, make_plan
 from .shares import own_share
+from .sameness import Marks, mark
 from .single import check_plain, encode_single
 from .stage import StagedPart, Stager
 from .together import Share, agree
@@ -93,6 +94,7 @@ class Saver(Generic[T]):
             is what waiting for the save returns.
         team: The ranks that write the run together; by default this process alone.
         deadlines: How long ranks wait for each other.
+        rank_check: How ranks are compared that should have the same; see ``sameness.py``.
         clock: Returns the seconds since 1970.
     """
 
@@ -107,10 +109,12 @@ class Saver(Generic[T]):
         on_commit: Callable[[Manifest], T],
         team: Team | None = None,
         deadlines: Deadlines | None = None,
+        rank_check: RankCheck = "sample",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._team = None if team is None or team.world_size == 1 else team.for_thread("save")
         self._deadlines = deadlines or Deadlines()
+        self._rank_check: RankCheck = rank_check
         self.store = store
         self.session = session
         self._layout = layout
@@ -161,6 +165,13 @@ class Saver(Generic[T]):
             items = own_share(items, rank=rank, world_size=self._team.world_size)
         self._plan = make_plan(items, self._plan, rank=rank)
         planned_s = time.perf_counter() - started_s - waited_s
+        marks = Marks()
+        if self._team is not None:
+            team, how = self._team, self._rank_check
+            marks = mark(
+                whole, rank=team.rank, world_size=team.world_size, name=request.name, how=how
+            )
+        marked_s = time.perf_counter() - started_s - waited_s - planned_s
         try:
             staged = self._stager.stage(self._plan, items)
         except BaseException:
@@ -176,7 +187,8 @@ class Saver(Generic[T]):
             "state_bytes": self._plan.size_bytes,
             "wait_s": waited_s,
             "plan_s": planned_s,
-            "stage_s": blocking_s - waited_s - planned_s,
+            "mark_s": marked_s,
+            "stage_s": blocking_s - waited_s - planned_s - marked_s,
             "blocking_s": blocking_s,
         }
         self._attempt += 1
@@ -185,8 +197,13 @@ class Saver(Generic[T]):
         share = None
         if self._team is not None:
             at = {unit: request.time.get(unit) for unit in ("epoch", "batch", "batch_in_epoch")}
-            said = {"reason": request.reason, "is_final": request.is_final, "at": at}
-            share = Share.of(whole, items, name=request.name, said=said)
+            said = {
+                "reason": request.reason,
+                "is_final": request.is_final,
+                "at": at,
+                "rank_check": self._rank_check,
+            }
+            share = Share.of(whole, items, name=request.name, said=said, marks=marks)
         work = _Work(request, self._attempt, staged, trees, stats, pending, share)
         self._begin(work)
         return pending

@@ -23,6 +23,7 @@ from ..format.manifest import FORMAT_VERSION
 from ..ranks.solo import Team
 from ..tensors.pack import PackedItem
 from .pieces import piece_rows
+from .sameness import Marks, differing_groups, raise_differing
 
 __all__ = ["Share", "agree"]
 
@@ -39,7 +40,8 @@ class Share:
         whole: The items as this rank has them, without values.
         own: The items with the leaves that this rank writes.
         error: Why this rank has nothing to contribute.
-        joined: The trees of what is spread over the ranks, as all have them together.
+        joined: The trees of what is spread over the ranks, as all have them together; the leader's.
+        marks: Checksums of what it shares with others.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Share:
     own: Sequence[PackedItem] = ()
     error: BaseException | None = None
     joined: Mapping[str, Any] = field(default_factory=dict)
+    marks: Marks = field(default_factory=Marks)
 
     @classmethod
     def of(
@@ -57,6 +60,7 @@ class Share:
         *,
         name: str,
         said: Mapping[str, Any],
+        marks: Marks | None = None,
     ) -> Share:
         """Describe what this rank has and writes.
 
@@ -65,13 +69,14 @@ class Share:
             own: The items with the leaves that this rank writes.
             name: The wanted name.
             said: What else must be equal on all ranks.
+            marks: Checksums of what it shares with others.
         """
         facts = {
             "name": name,
             **said,
             "items": {item.name: [item.home, _structure(item)] for item in whole},
         }
-        return cls(name, facts, whole, own)
+        return cls(name, facts, whole, own, marks=marks or Marks())
 
     @classmethod
     def of_error(cls, error: BaseException) -> Share:
@@ -112,16 +117,18 @@ def agree(team: Team, share: Share, *, timeout_s: float) -> None:
 
     Raises:
         RankFailedError: A rank has no state to save; the same error on every rank.
-        MismatchError: The ranks have different names or structures; naming what differs.
+        MismatchError: The ranks have different names, structures or tensors; naming what differs.
         DeadlineError: A rank does not take part.
     """
 
     def facts() -> dict[str, Any]:
         if share.error is not None:
             raise share.error
-        return share.facts
+        return {"facts": share.facts, "sums": share.marks.sums}
 
     said = team.gather("save", facts, _compare, timeout_s=timeout_s)
+    if said["groups"]:
+        raise_differing(team, share.marks, said["groups"], timeout_s=timeout_s)
     if not said["differing"]:
         return
     if said["what"]:
@@ -136,8 +143,12 @@ def agree(team: Team, share: Share, *, timeout_s: float) -> None:
     raise _divergence(f"they have different values of {listed or ', '.join(names)}")
 
 
-def _compare(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return which facts differ among ranks, in words, or the names of the items that do."""
+def _compare(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return which facts differ among ranks, in words, or the names of the items that do.
+
+    If none do: the groups of ranks whose tensors differ.
+    """
+    found = [one["facts"] for one in told]
     first = found[0]
     differing = [key for key in first if any(one[key] != first[key] for one in found)]
     what, items = "", []
@@ -150,7 +161,8 @@ def _compare(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         )
     elif differing:
         items = _differing([one["items"] for one in found])
-    return {"differing": differing, "what": what, "items": items}
+    groups = [] if differing else differing_groups([one["sums"] for one in told])
+    return {"differing": differing, "what": what, "items": items, "groups": groups}
 
 
 def _differing(found: Sequence[Mapping[str, Any]]) -> list[str]:

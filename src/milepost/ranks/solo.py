@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-__all__ = ["Deadlines", "Solo", "Team"]
+__all__ = ["Deadlines", "RankCheck", "Solo", "Team"]
+
+RankCheck = Literal["sample", "full", "none"]
+"""How tensors are compared that several ranks hold: by samples, by all their bytes, not at all."""
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -133,7 +133,7 @@ class Tracked:
         def mine() -> dict[str, Any]:
             return {name: [list(place) for place in places] for name, places in held.items()}
 
-        joined = join_places(team.collect("tell what it holds", mine, timeout_s=timeout_s))
+        joined = team.gather("tell what it holds", mine, join_places, timeout_s=timeout_s)
         for name, pairs in joined.items():
             found = {tuple(place): tuple(ranks) for ranks, places in pairs for place in places}
             self._holders[name] = Holders(team.rank, found)
