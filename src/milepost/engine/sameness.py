@@ -1,8 +1,8 @@
 """Whether ranks that should have the same bytes have them.
 
-Of a tensor that several ranks hold one of them writes its own. If the others had something else, the
-checkpoint would be a mixture that no rank ever was in, and nothing would show it. So each rank takes
-a checksum of what it shares with others at the moment of the save, and the leader compares.
+Of a tensor that several ranks hold one of them writes its own. If the others had something else,
+the checkpoint would be a mixture that no rank ever was in, and nothing would show it. So each rank
+takes a checksum of what it shares with others at the moment of the save, and the leader compares.
 
 By default the checksum is one of samples: all of a tensor of up to 4 KiB, and of a larger one 64
 runs of 64 bytes, spread evenly, elsewhere in each save. That costs microseconds a tensor, and finds
@@ -77,7 +77,7 @@ def mark(
         ]
     groups: dict[str, dict[str, int]] = defaultdict(dict)
     for (label, _, ranks), data in zip(chosen, _on_host(taken), strict=True):
-        groups[ranks][label] = crc32c(memoryview(data.numpy()))
+        groups[ranks][label] = crc32c(data.numpy().data)
     return Marks(dict(groups))
 
 
@@ -166,7 +166,7 @@ def _sample(value: Tensor, label: str) -> Tensor:
 
 def _dense_order(value: Tensor) -> Tensor:
     """Return a tensor with its dimensions in the order of its memory, copied if that has gaps."""
-    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
     return value.permute(order).contiguous()
 
 
@@ -177,6 +177,6 @@ def _on_host(taken: Sequence[Tensor]) -> list[Tensor]:
         there = [index for index, one in enumerate(taken) if one.device == device]
         sizes = [taken[index].numel() for index in there]
         host = torch.cat([taken[index] for index in there]).cpu()
-        for index, one in zip(there, host.split(sizes), strict=True):
+        for index, one in zip(there, torch.split(host, sizes), strict=True):
             found[index] = one
     return found

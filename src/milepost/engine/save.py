@@ -45,8 +45,8 @@ from .arena import Arena
 from .joining import join_trees
 from .pending import PendingSave
 from .plan import Plan, make_plan
-from .shares import own_share
 from .sameness import Marks, mark
+from .shares import own_share
 from .single import check_plain, encode_single
 from .stage import StagedPart, Stager
 from .together import Share, agree
