@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import FormatError
 from ..format.header import ITEM_SIZES
-from ..tensors.boxes import Box, overlap
+from ..tensors.boxes import Box, covers_once, overlap
 
 __all__ = ["Cut", "Piece", "StoredWhole", "cuts", "piece_rows", "read_rows"]
 
@@ -115,8 +115,8 @@ def cuts(stored: StoredWhole, wanted: Box, *, name: str) -> list[Cut]:
                 strides,
             )
         )
-    covered = sum(math.prod(cut.shared.sizes) for cut in found)
-    if covered != math.prod(wanted.sizes) or _any_overlap([cut.shared for cut in found]):
+    if not covers_once([cut.shared for cut in found], wanted):
+        covered = sum(math.prod(cut.shared.sizes) for cut in found)
         raise FormatError(
             f"The stored pieces of {name} do not cover it exactly once: {covered} of "
             f"{math.prod(wanted.sizes)} elements."
@@ -186,7 +186,3 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
     for dimension in range(len(sizes) - 2, -1, -1):
         strides[dimension] = strides[dimension + 1] * sizes[dimension + 1]
     return tuple(strides)
-
-
-def _any_overlap(boxes: list[Box]) -> bool:
-    return any(overlap(a, b) is not None for i, a in enumerate(boxes) for b in boxes[:i])

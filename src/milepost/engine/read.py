@@ -98,15 +98,40 @@ class CheckpointSource:
         """Return what each dense tensor of an item is."""
         return {k: TensorInfo(one.code, one.shape) for k, one in self._table(item).items()}
 
+    def boxes(self, item: str) -> Mapping[str, list[Box]]:
+        """Return in which pieces each dense tensor of an item is stored."""
+        return {k: [piece.box for piece in one.pieces] for k, one in self._table(item).items()}
+
+    def stood_at(self, item: str) -> list[str]:
+        """Return where an item stood in the state that it was saved from."""
+        path = self._items()[item].get("path", [item])
+        if not isinstance(path, list) or not all(isinstance(key, str) for key in path):
+            raise FormatError(f"The index of {self.name} holds a malformed path.")
+        return path
+
     def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
         """Read tensors into existing ones. See ``StateSource.read``."""
+        self.read_boxes(
+            (item, key, local_box(destination), local_tensor(destination))
+            for item, key, destination in wanted
+        )
+
+    def read_boxes(self, wanted: Iterable[tuple[str, str, Box, Tensor]]) -> None:
+        """Read boxes of tensors into memory of their shape and of the stored dtype.
+
+        Args:
+            wanted: ``(item, key, box, memory)``.
+
+        Raises:
+            DamagedError: Bytes that do not match their checksum.
+            FormatError: The stored pieces do not cover a box exactly once.
+        """
         ranges: dict[str, list[_Range]] = defaultdict(list)
         copies: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
-            for item, key, destination in wanted:
-                stored, box = self._table(item)[key], local_box(destination)
+            for item, key, box, live in wanted:
+                stored = self._table(item)[key]
                 if not box.is_empty:
-                    live = local_tensor(destination)
                     for cut in cuts(stored, box, name=f"{self.name}: {item}/{key}"):
                         _add_range(ranges, copies, key, cut, box, live)
             _BlockReads(self._store, self._key, self.manifest, self._progress).run(ranges)
@@ -143,7 +168,10 @@ class CheckpointSource:
     def _table(self, item: str) -> dict[str, StoredWhole]:
         table = self._tables.get(item)
         if table is None:
-            is_shared = self.manifest.world_size > 1
+            self._items()
+            assert self._index is not None
+            # One rank has a table too if it wrote a tensor in pieces.
+            is_shared = self.manifest.world_size > 1 or "ranks" in self._index
             table = self._table_of_ranks(item) if is_shared else self._table_of_parts(item)
             self._tables[item] = table
         return table

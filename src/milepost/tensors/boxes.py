@@ -7,7 +7,8 @@ pieces out of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Box",
+    "covers_once",
     "is_sharded",
     "local_box",
     "local_tensor",
@@ -74,6 +76,27 @@ def overlap(a: Box, b: Box) -> Box | None:
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
         return None
     return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+
+def covers_once(boxes: Iterable[Box], whole: Box) -> bool:
+    """Return whether boxes cover every element of a box exactly once, and nothing beyond it."""
+    filled = [box for box in boxes if not box.is_empty]
+    if sum(math.prod(box.sizes) for box in filled) != math.prod(whole.sizes):
+        return False
+    if any(overlap(box, whole) != box for box in filled):
+        return False
+    if not whole.sizes or len(filled) < 2:
+        return len(filled) < 2
+    # A line sweeps along the longest dimension: only boxes that it crosses together can overlap.
+    dim = max(range(len(whole.sizes)), key=lambda d: whole.sizes[d])
+    crossed: list[Box] = []
+    for box in sorted(filled, key=lambda one: one.offsets[dim]):
+        start = box.offsets[dim]
+        crossed = [one for one in crossed if one.offsets[dim] + one.sizes[dim] > start]
+        if any(overlap(one, box) is not None for one in crossed):
+            return False
+        crossed.append(box)
+    return True
 
 
 def is_sharded(value: object) -> bool:

@@ -105,6 +105,7 @@ def pack_item(
     leaders: Iterable[str] = (),
     home: Home = "all",
     holders: Holders | None = None,
+    at: tree.Path = (),
 ) -> PackedItem:
     """Take one item apart.
 
@@ -115,12 +116,13 @@ def pack_item(
         leaders: Keys of tensors that are saved as the leader has them.
         home: Whose it is.
         holders: Who holds what of it, where it is spread.
+        at: Where in the item the value stands, if it is not the whole of it.
 
     Raises:
         UnsupportedStateError: A value that cannot be stored; the message leads to it.
     """
     packer = _Packer(holders)
-    packed = tree.encode(value, sink=packer.sink, path=(name,))
+    packed = tree.encode(value, sink=packer.sink, path=(name, *at))
     names = set(frozen)
     if names:
         for leaf in packer.leaves.values():

@@ -1,0 +1,116 @@
+"""Files whose bytes are made while they are written, so that nothing of their size is held.
+
+A part is laid out as usual; what stands in it is copied from wherever it is, block by block, in the
+threads that write.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from ..format.digest import BLOCK_BYTES, block_count
+from ..format.header import StoredTensor
+from ..stores.pages import page_memory
+from .write import FileJob
+
+__all__ = ["Fill", "StreamJob", "part_job"]
+
+Fill = Callable[[int, memoryview], None]
+"""``fill(start, view)`` fills a view with the bytes of something from ``start`` on. It is called in
+several threads, for ranges in about their order, each once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamJob(FileJob):
+    """A file to write whose bytes are made on demand.
+
+    Attributes:
+        num_bytes: The size of the file.
+    """
+
+    num_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the file."""
+        return self.num_bytes
+
+
+def part_job(
+    key: str, path: str, *, header: bytes, tensors: Sequence[StoredTensor], fills: Sequence[Fill]
+) -> StreamJob:
+    """Return the job of writing a part.
+
+    Args:
+        key: Its key in the store.
+        path: Its path in the checkpoint's folder.
+        header: Its length field and header.
+        tensors: What is in it, in the order of the file, from the end of the header to its own.
+        fills: What makes the bytes of each.
+    """
+    size = tensors[-1].stop if tensors else len(header)
+    starts = [entry.start for entry in tensors]
+
+    def fill(start: int, view: memoryview) -> None:
+        stop = start + len(view)
+        if start < len(header):
+            piece = header[start : min(stop, len(header))]
+            view[: len(piece)] = piece
+        for index in range(max(bisect_right(starts, start) - 1, 0), len(tensors)):
+            entry = tensors[index]
+            low, high = max(start, entry.start), min(stop, entry.stop)
+            if entry.start >= stop:
+                break
+            if low < high:
+                fills[index](low - entry.start, view[low - start : high - start])
+
+    return StreamJob(key, path, _Blocks(fill, size), size)
+
+
+class _Blocks(Sequence[memoryview]):
+    """The blocks of a file; each is made when it is asked for, in memory of the asking thread.
+
+    A block is good until the same thread asks for the next one.
+    """
+
+    def __init__(self, fill: Fill, num_bytes: int) -> None:
+        self._fill = fill
+        self._num_bytes = num_bytes
+
+    def __len__(self) -> int:
+        return block_count(self._num_bytes)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return (self[index] for index in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
+        if isinstance(index, slice):
+            raise TypeError("blocks are made one at a time")
+        start = index * BLOCK_BYTES
+        length = min(BLOCK_BYTES, self._num_bytes - start)
+        if not 0 <= start < self._num_bytes:
+            raise IndexError(index)
+        view = _own_block()[:length]
+        self._fill(start, view)
+        return view
+
+
+_memory = threading.local()
+
+
+def _own_block() -> memoryview:
+    """Return memory of one block that belongs to this thread; it goes when the thread ends."""
+    if not hasattr(_memory, "block"):
+        _memory.block = memoryview(page_memory(BLOCK_BYTES))
+    view: memoryview = _memory.block
+    return view
