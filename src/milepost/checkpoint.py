@@ -19,6 +19,7 @@ from .format.layout import HIDDEN, MANIFEST, METADATA, RUN, SESSIONS
 from .format.manifest import Manifest
 from .runs.readers import hold
 from .runs.scan import Found, RunView, State, read_manifest, scan
+from .runs.validations import Validation
 from .runs.verify import Level, VerifyReport, verify
 from .stores.base import Store
 from .stores.local import LocalStore
@@ -45,12 +46,21 @@ class Checkpoint:
         store: Where it is.
         folder: Its folder in the store; ``""`` if the store begins there.
         state: What it is to its run, if that is known.
+        validation: What is known of its validation, if one was asked for and its run was looked at.
     """
 
-    def __init__(self, store: Store, folder: str, *, state: State | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        *,
+        state: State | None = None,
+        validation: Validation | None = None,
+    ) -> None:
         self.store = store
         self.folder = folder
         self.state = state
+        self.validation = validation
         self._manifest: Manifest | None = None
 
     @classmethod
@@ -97,8 +107,9 @@ class Checkpoint:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """Return the numbers that were logged with it."""
-        return self.manifest.metrics
+        """Return the numbers that were logged with it, and those that its validation has found."""
+        logged = self.manifest.metrics
+        return logged if self.validation is None else {**logged, **self.validation.metrics}
 
     @property
     def time(self) -> Mapping[str, Any]:
@@ -357,7 +368,7 @@ class Run:
         return self._handle(self.view.get(name))
 
     def _handle(self, found: Found) -> Checkpoint:
-        return Checkpoint(self.store, found.name, state=found.state)
+        return Checkpoint(self.store, found.name, state=found.state, validation=found.validation)
 
     def __repr__(self) -> str:
         return f"Run({self.url!r})"

@@ -6,6 +6,9 @@ A *key* is a relative path with forward slashes. Inside a run:
     sessions/00000001.json          one life of the writing job
     sessions/00000001.from.json     the checkpoint that this session went on from
     pins/ep3.json                   protects ep3 from retention
+    validations/ep3-1f0c5a...       what is asked, tried and found out about ep3 by one attempt:
+                                    .request.json, .attempt-1.json, .attempt-1-end.json,
+                                    .verdict.json
     latest                          for people: the name of the newest checkpoint
     ep3/attempt.json                the claim of this folder by one attempt
     ep3/model.safetensors ...       the parts
@@ -38,6 +41,7 @@ __all__ = [
     "PINS",
     "RUN",
     "SESSIONS",
+    "VALIDATIONS",
     "check_key",
     "check_name",
     "folder_name",
@@ -53,6 +57,7 @@ __all__ = [
 RUN = "run.json"
 SESSIONS = "sessions"
 PINS = "pins"
+VALIDATIONS = "validations"
 LATEST = "latest"
 HIDDEN = ".milepost"
 ATTEMPT = "attempt.json"
@@ -63,7 +68,7 @@ METADATA = "metadata.json"
 DIAGNOSTIC_FOLDERS = ("nan", "failed")
 """Folders of checkpoints kept for a look at what went wrong: never the newest, never pruned."""
 
-_RESERVED = frozenset({RUN, SESSIONS, PINS, LATEST, "events", "validations", *DIAGNOSTIC_FOLDERS})
+_RESERVED = frozenset({RUN, SESSIONS, PINS, LATEST, "events", VALIDATIONS, *DIAGNOSTIC_FOLDERS})
 _NAME = re.compile(r"[A-Za-z0-9_+=@,~][A-Za-z0-9._+=@,~-]*")
 _MAX_NAME_BYTES = 128
 _MAX_KEY_BYTES = 1024

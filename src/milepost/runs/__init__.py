@@ -29,6 +29,7 @@ from .sessions import (
     read_run,
     record_origin,
 )
+from .validations import Validation, ValidationStatus, list_validations
 from .verify import Level, Problem, VerifyReport, newest_good, verify
 
 __all__ = [
@@ -51,6 +52,8 @@ __all__ = [
     "RunView",
     "Session",
     "State",
+    "Validation",
+    "ValidationStatus",
     "VerifyReport",
     "abandon",
     "check_not_fenced",
@@ -63,6 +66,7 @@ __all__ = [
     "keep_any",
     "list_pins",
     "list_sessions",
+    "list_validations",
     "newest_good",
     "open_session",
     "pin",

@@ -7,13 +7,14 @@ from ..format.layout import (
     HIDDEN,
     PINS,
     SESSIONS,
+    VALIDATIONS,
     check_name,
     folder_name,
 )
 
 __all__ = ["NOT_CHECKPOINTS", "candidates", "check_folder", "file_key", "is_diagnostic"]
 
-NOT_CHECKPOINTS = frozenset({SESSIONS, PINS, HIDDEN, "events", "validations", "lost+found"})
+NOT_CHECKPOINTS = frozenset({SESSIONS, PINS, HIDDEN, "events", VALIDATIONS, "lost+found"})
 """Folders of a run that never hold a checkpoint; the last one is the file system's own."""
 
 

@@ -50,6 +50,7 @@ from .publish import give_up
 from .readers import shut_out
 from .scan import Found, RunView, State, scan
 from .sessions import Session, check_not_fenced, is_provably_dead
+from .validations import delete_validation, list_validations, validation_id
 from .verify import newest_good
 
 __all__ = ["Decision", "PruneReport", "decide", "delete_checkpoint", "prune", "sweep"]
@@ -108,8 +109,10 @@ def decide(
         view: The run.
         policies: What at least one of them keeps, stays. Without any, everything does.
         protect: Names in use: being uploaded, read, or resumed from.
-        pending: Names whose validation is not finished: neither ranked nor deleted.
+        pending: Names whose validation is not finished, beside those that the run itself says so
+            of: neither ranked nor deleted.
     """
+    pending = {*pending, *(one.name for one in view.found if one.is_pending_validation)}
     lineage = view.lineage()
     records = [
         Record(
@@ -117,7 +120,7 @@ def decide(
             order,
             found.manifest.created_s,
             found.manifest.time,
-            found.manifest.metrics,
+            found.metrics,
             is_pending_validation=found.name in pending,
         )
         for order, found in enumerate(lineage)
@@ -264,6 +267,8 @@ def sweep(
         CheckpointError: The first of the deletions that failed; the others were tried.
     """
     check_not_fenced(store, session)
+    # Before the look at the run: whatever is asked about a checkpoint is asked after its commit.
+    asked = list_validations(store)
     view = scan(store, cache)
     errors: list[CheckpointError] = []
     removed: list[str] = []
@@ -279,6 +284,7 @@ def sweep(
             removed.append(found.name)
         except CheckpointError as error:
             errors.append(error)
+    _forget_validations(store, view, asked, errors)
     hook = getattr(store, "sweep_temporary", None)
     if callable(hook):
         try:
@@ -330,9 +336,33 @@ def _delete(store: Store, name: str, *, write_id: str | None, force: bool = Fals
 
 
 def _finish_deletion(store: Store, name: str) -> None:
+    try:
+        write_id = read_write_id(store, file_key(name, DELETED))
+    except MissingError:
+        write_id = None
+    if write_id is not None:
+        delete_validation(store, name, write_id)
     failed = erase(store, name)
     if failed:
         raise next(iter(failed.values()))
+
+
+def _forget_validations(
+    store: Store,
+    view: RunView,
+    asked: Collection[tuple[str, str]],
+    errors: list[CheckpointError],
+) -> None:
+    """Delete the records of checkpoints that are gone: a verdict may come after the deletion."""
+    there = {(one.name, validation_id(one.write_id)) for one in view.found if one.write_id}
+    unknown = {one.name for one in view.found if not one.write_id}
+    for name, number_id in asked:
+        if (name, number_id) in there or name in unknown:
+            continue
+        try:
+            delete_validation(store, name, number_id)
+        except CheckpointError as error:
+            errors.append(error)
 
 
 def _give_up_wholly(store: Store, found: Found) -> None:

@@ -48,6 +48,7 @@ from .folders import NOT_CHECKPOINTS, file_key, is_diagnostic
 from .manifests import ManifestCache, read_manifest
 from .pins import list_pins
 from .sessions import RunRecord, Session, list_sessions, read_run
+from .validations import Validation, list_validations, validation_id
 
 __all__ = ["Found", "RunView", "State", "number_of", "read_manifest", "scan"]
 
@@ -90,6 +91,7 @@ class Found:
         session: Number of the session that wrote it, if known.
         attempt: Number of the attempt within the session, if known.
         write_id: Identity of the attempt, if known.
+        validation: What is known of its validation, if one was asked for.
     """
 
     name: str
@@ -102,6 +104,18 @@ class Found:
     session: int | None = None
     attempt: int | None = None
     write_id: str | None = None
+    validation: Validation | None = None
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the metrics of the commit, and over them those that its validation has found."""
+        logged = {} if self.manifest is None else self.manifest.metrics
+        return logged if self.validation is None else {**logged, **self.validation.metrics}
+
+    @property
+    def is_pending_validation(self) -> bool:
+        """Return whether its metrics are still being computed."""
+        return self.validation is not None and self.validation.is_pending
 
     @property
     def order(self) -> tuple[int, int, int, str]:
@@ -155,8 +169,8 @@ class RunView:
     def best(self, metric: str, mode: str = "min") -> Found | None:
         """Return the checkpoint with the best value of a metric, or ``None`` if none has one.
 
-        Only checkpoints that count are compared. A missing value and NaN never win; of equal
-        values the newer checkpoint does.
+        Only checkpoints that count, and whose validation is not pending, are compared. A missing
+        value and NaN never win; of equal values the newer checkpoint does.
 
         Raises:
             UsageError: The mode is neither ``min`` nor ``max``.
@@ -165,8 +179,8 @@ class RunView:
             raise UsageError(f"mode={mode!r} is not a way to compare.", hint="Use min or max.")
         best, best_value = None, 0.0
         for found in self.lineage():
-            value = number_of(found.manifest.metrics.get(metric)) if found.manifest else None
-            if value is None:
+            value = number_of(found.metrics.get(metric))
+            if value is None or found.is_pending_validation:
                 continue
             is_better = value <= best_value if mode == "min" else value >= best_value
             if best is None or is_better:
@@ -221,6 +235,8 @@ def _look_once(store: Store, cache: ManifestCache) -> tuple[RunView, set[int]]:
     places = _survey(store)
     looked = [_look(store, name, pins, cache, listed) for name, listed in places.items()]
     found = [one for one in looked if one is not None]
+    # After the commits, so that one that was to be validated is not seen without its request.
+    found = _with_validations(found, list_validations(store, cache.verdicts))
     cache.forget_others(places.keys())
     try:
         run = read_run(store)
@@ -235,6 +251,17 @@ def _look_once(store: Store, cache: ManifestCache) -> tuple[RunView, set[int]]:
     settled = {one.number for one in sessions if one.is_settled}
     published = {one.session for one in _commits(run, found) if one.session is not None}
     return view, published - settled if sessions else set()
+
+
+def _with_validations(
+    found: Sequence[Found], validations: Mapping[tuple[str, str], Validation]
+) -> list[Found]:
+    if not validations:
+        return list(found)
+    return [
+        replace(one, validation=validations.get((one.name, validation_id(one.write_id or ""))))
+        for one in found
+    ]
 
 
 def _survey(store: Store) -> dict[str, Entry | None]:

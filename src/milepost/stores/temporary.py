@@ -14,7 +14,15 @@ import os
 from collections.abc import Iterator
 
 from ..errors import storage_error
-from ..format.layout import ATTEMPT, DELETED, DIAGNOSTIC_FOLDERS, MANIFEST, PINS, SESSIONS
+from ..format.layout import (
+    ATTEMPT,
+    DELETED,
+    DIAGNOSTIC_FOLDERS,
+    MANIFEST,
+    PINS,
+    SESSIONS,
+    VALIDATIONS,
+)
 from . import posix
 
 __all__ = ["clock_s", "temporary_files"]
@@ -33,7 +41,7 @@ def temporary_files(folder: str) -> Iterator[tuple[str, float]]:
     for entry in known:
         if not entry.is_dir(follow_symlinks=False):
             continue
-        if entry.name in (SESSIONS, PINS):
+        if entry.name in (SESSIONS, PINS, VALIDATIONS):
             yield from _in(_entries(entry.path))
         elif entry.name in DIAGNOSTIC_FOLDERS:
             for below in _entries(entry.path):

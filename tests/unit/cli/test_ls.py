@@ -15,6 +15,7 @@ def test_ls_json_has_the_documented_fields(milepost, run):
     assert set(first) == {
         *("name", "state", "created", "time", "bytes", "new_bytes", "metrics", "reason"),
         *("is_final", "is_pinned", "is_latest", "session", "notes", "error"),
+        "validation",
     }
     assert first["time"] == {"epoch": 1, "batch": 10}
     assert first["metrics"] == {"loss": 1.0}
@@ -116,3 +117,34 @@ def test_ls_of_nothing_is_missing(milepost, tmp_path):
 def test_ls_of_an_unknown_kind_of_place(milepost):
     """A typing error in a scheme is a wrong call, not a missing run."""
     milepost("ls", "s4://bucket/run", code=2)
+
+
+def test_ls_and_show_tell_of_validations(milepost, run):
+    """The metrics that count, and whether more are to come."""
+    from milepost.runs.validations import (
+        Request,
+        Validation,
+        record_verdict,
+        request_validation,
+        validation_id,
+    )
+
+    view = runs.scan(run.store)
+    for name in ("ep1", "ep2"):
+        request_validation(run.store, name, view.get(name).write_id, Request())
+    which = view.get("ep2").write_id
+    verdict = Validation(
+        "ep2", validation_id(which), runs.ValidationStatus.VALIDATED, {"loss": 0.125}, "", 1
+    )
+    record_verdict(run.store, verdict, write_id=which)
+    records = milepost.json("ls", run.folder)
+    assert [record["validation"] and record["validation"]["status"] for record in records] == [
+        "pending_validation",
+        "validated",
+        None,
+    ]
+    assert records[1]["metrics"] == {"loss": 0.125}
+    lines = milepost("ls", run.folder).stdout.splitlines()
+    assert [line.split()[-1] for line in lines[1:3]] == ["pending_validation", "validated"]
+    assert "validated, loss 0.125" in milepost("show", run.folder / "ep2").stdout
+    assert milepost.json("show", run.folder / "ep2")["metrics"] == {"loss": 0.125}

@@ -20,7 +20,7 @@ from ..render import (
     time_text,
 )
 
-__all__ = ["ls", "record_of"]
+__all__ = ["ls", "record_of", "validation_record"]
 
 _COLUMNS = (
     Column("name"),
@@ -64,7 +64,8 @@ def record_of(found: Found, *, is_latest: bool) -> dict[str, Any]:
 
     Returns:
         ``name``, ``state``, ``created`` (ISO 8601, ``None`` without a commit), ``time``, ``bytes``,
-        ``new_bytes`` (not shared with an earlier checkpoint), ``metrics``, ``reason``,
+        ``new_bytes`` (not shared with an earlier checkpoint), ``metrics`` (those that a validation
+        has found included), ``validation`` (``None`` if none was asked for), ``reason``,
         ``is_final``, ``is_pinned``, ``is_latest``, ``session``, ``notes``, ``error``.
     """
     made = found.manifest
@@ -75,7 +76,8 @@ def record_of(found: Found, *, is_latest: bool) -> dict[str, Any]:
         "time": dict(made.time) if made else {},
         "bytes": found.size_bytes,
         "new_bytes": _new_bytes(found),
-        "metrics": dict(made.metrics) if made else {},
+        "metrics": dict(found.metrics),
+        "validation": validation_record(found),
         "reason": made.reason if made else None,
         "is_final": bool(made and made.is_final),
         "is_pinned": found.is_pinned,
@@ -83,6 +85,19 @@ def record_of(found: Found, *, is_latest: bool) -> dict[str, Any]:
         "session": found.session,
         "notes": list(made.notes) if made else [],
         "error": str(found.error) if found.error else None,
+    }
+
+
+def validation_record(found: Found | None) -> dict[str, Any] | None:
+    """Return a validation: its ``status``, ``metrics``, ``error`` and ``num_attempts``."""
+    validation = found.validation if found else None
+    if validation is None:
+        return None
+    return {
+        "status": validation.status.value,
+        "metrics": dict(validation.metrics),
+        "error": validation.error or None,
+        "num_attempts": validation.num_attempts,
     }
 
 
@@ -99,6 +114,7 @@ def _row(found: Found, *, is_latest: bool) -> list[str]:
         "final": bool(made and made.is_final),
         "pinned": found.is_pinned,
         "inexact": bool(made and made.notes),
+        str(found.validation.status if found.validation else ""): found.validation is not None,
     }
     new_bytes = _new_bytes(found)
     return [
@@ -109,6 +125,6 @@ def _row(found: Found, *, is_latest: bool) -> list[str]:
         time_text(made.time, "batch") if made else "",
         size_text(found.size_bytes),
         size_text(new_bytes) if new_bytes != found.size_bytes else "",
-        metrics_text(made.metrics) if made else "",
+        metrics_text(found.metrics),
         " ".join(mark for mark, is_set in marks.items() if is_set),
     ]

@@ -20,6 +20,7 @@ from ..render import (
     size_text,
 )
 from ..trees import tree_lines
+from .ls import validation_record
 
 __all__ = ["show"]
 
@@ -84,7 +85,8 @@ def _facts(located: Located) -> dict[str, Any]:
         "created": iso_text(made.created_s),
         "created_s": made.created_s,
         "time": dict(made.time),
-        "metrics": dict(made.metrics),
+        "metrics": dict(found.metrics if found else made.metrics),
+        "validation": validation_record(found),
         "bytes": made.size_bytes,
         "num_files": len(made.files),
         "items": list(made.items),
@@ -111,6 +113,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         "made": f"{facts['created']} ({age_text(facts['created_s'])}), reason: {facts['reason']}",
         "progress": _pairs(counters),
         "metrics": _pairs(facts["metrics"]),
+        "validation": _validation_text(facts["validation"]),
         "size": f"{size_text(facts['bytes'])} in {count_text(facts['num_files'], 'file')}",
         "items": ", ".join(facts["items"]),
         "layout": f"{facts['layout']}, written by {count_text(facts['world_size'], 'rank')}",
@@ -126,6 +129,14 @@ def _print_facts(facts: dict[str, Any]) -> None:
             print(f"{title:<{width}}  {text}")
     for note in facts["notes"]:
         print(f"{'inexact':<{width}}  {note}")
+
+
+def _validation_text(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    lines = str(record["error"] or "").strip().splitlines()
+    words = [record["status"], _pairs(record["metrics"]), lines[0] if lines else ""]
+    return ", ".join(word for word in words if word)
 
 
 def _pairs(values: dict[str, Any]) -> str:
