@@ -439,6 +439,7 @@ def open_source(
     place: Place | Checkpoint,
     *,
     trust: bool = False,
+    rank: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> StateSource:
     """Open the state at a place, whatever wrote it.
@@ -446,15 +447,16 @@ def open_source(
     Args:
         place: What :func:`open_checkpoint` takes, or any ``.pt`` file.
         trust: Whether a ``.pt`` file may run code when it is opened.
+        rank: Whose state, where each rank has its own.
         progress: Called with the bytes of each block that is read.
 
     Raises:
         MissingError: There is nothing.
     """
     if isinstance(place, Checkpoint):
-        return place.source(progress=progress)
+        return place.source(rank=rank, progress=progress)
     try:
-        return open_checkpoint(place).source(progress=progress)
+        return open_checkpoint(place).source(rank=rank, progress=progress)
     except MissingError:
         path = Path(place).expanduser()
         if not path.is_file():

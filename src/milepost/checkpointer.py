@@ -40,6 +40,7 @@ from .resumption import Resumption
 from .runs.keep import KeepPolicy
 from .saves import Saves
 from .state.batch_in_hand import BatchInHand
+from .state.dealt_loader import resumable
 from .state.loader import ResumableLoader, num_samples
 from .state.objects import PerRank, Stateful, Value
 from .state.report import LoadReport
@@ -206,7 +207,9 @@ class Checkpointer:
         )
         if not is_loader or isinstance(target, str | bytes):
             return target
-        return self._loaders.setdefault(id(target), ResumableLoader(target))
+        if id(target) not in self._loaders:
+            self._loaders[id(target)] = resumable(target)
+        return self._loaders[id(target)]
 
     # -- opening and closing -------------------------------------------------------------------
 
@@ -373,16 +376,16 @@ class Checkpointer:
             self._refuse_second_loader(loader)
             self.track(loader=loader)
         self._resumption.settle()
-        resumable = self._loaders[id(loader)]
-        self._saves.iterated, self._is_rolled_back = resumable, False
-        resumable.set_epoch(self.timer.epoch)
-        for batch in resumable.iterate(self.take_rng()):
-            self._hand.take(resumable, num_samples(batch))
+        own = self._loaders[id(loader)]
+        self._saves.iterated, self._is_rolled_back = own, False
+        own.set_epoch(self.timer.epoch)
+        for batch in own.iterate(self.take_rng()):
+            self._hand.take(own, own.of_all_ranks(num_samples(batch)))
             yield batch
             if self._is_rolled_back:
                 return
             self._put_down()
-        if resumable.position == 0:
+        if own.position == 0:
             raise UsageError(
                 "The loader yielded no batch.",
                 hint="Is the data set empty, or an iterator that can be used only once?",
@@ -392,6 +395,11 @@ class Checkpointer:
         """Count one batch, save if a save is due, and end the run if a signal asked for it.
 
         :meth:`batches` calls it; call it yourself in loops of your own.
+
+        Args:
+            num_samples: Samples of the batch, on several ranks those of all of them: the ranks save
+                at the same points only if they count alike.
+            num_tokens: Tokens, in the same way.
 
         Raises:
             Preempted: A signal asked us to end; the state is saved.

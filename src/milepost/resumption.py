@@ -54,6 +54,7 @@ class Resumption:
         self.rng: Mapping[str, Any] | None = None
         self.is_final = False
         self._gradients: Mapping[str, Any] = {}
+        self._own: Mapping[str, Any] = {}
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Compare a checkpoint with the tracked objects, before a session is opened for it.
@@ -86,7 +87,7 @@ class Resumption:
         self._restore_extras(source)
         self._source, self._unclaimed = source, late
         self.report.notes.extend(checkpoint.manifest.notes)
-        self._adapt_rng(checkpoint.manifest.world_size)
+        self._note_other_ranks(self.report, checkpoint.manifest.world_size)
         self.is_final = checkpoint.is_final
         if late:
             self._writer.protected.add(checkpoint.manifest.name)
@@ -108,6 +109,8 @@ class Resumption:
                 )
             return
         self._tracked.restore(self._source, items={name})
+        if name in self._own:
+            self._tracked.load_rank_states({name: self._own[name]})
         self._unclaimed.discard(name)
         if hasattr(target, "get_last_lr"):
             # Building a scheduler on a restored optimizer changed its learning rates.
@@ -141,7 +144,7 @@ class Resumption:
         if self._source is not None and self._gradients:
             # Once more, for parameters of optimizers that were tracked after the resume.
             self._hand.restore_gradients(self._gradients, self._tracked.parameter_names())
-        self._unclaimed, self._source, self._gradients = set(), None, {}
+        self._unclaimed, self._source, self._gradients, self._own = set(), None, {}, {}
         self._writer.protected.clear()
 
     def restore(
@@ -171,33 +174,46 @@ class Resumption:
         is_name = isinstance(source, str) and "/" not in source and not is_file
         if is_name and self._writer.session is not None:
             return run.get(str(source)).source(rank=self._writer.team.rank)
-        return open_source(source, trust=trust)
+        return open_source(source, trust=trust, rank=self._writer.team.rank)
 
     def take_rng(self) -> Mapping[str, Any] | None:
         """Return the random state of the checkpoint, once."""
         rng, self.rng = self.rng, None
         return rng
 
-    def _adapt_rng(self, num_ranks: int) -> None:
-        """Give a rank that the checkpoint does not know random numbers of its own."""
+    def _note_other_ranks(self, report: LoadReport, num_ranks: int) -> None:
+        """Say what is not as it would have been if another number of ranks goes on."""
         team = self._writer.team
-        if num_ranks == team.world_size or self.report is None:
+        if num_ranks == team.world_size:
             return
-        self.report.notes.append(
+        report.notes.append(
             f"{num_ranks} ranks made the checkpoint, and {team.world_size} go on from it: what "
             "each rank draws at random is not what it would have drawn."
         )
-        if team.rank >= num_ranks and self.rng is not None:
-            self.rng = derived_rng(self.rng, team.rank)
-            apply_rng(self.rng)
+        if self._gradients:
+            report.notes.append(
+                "Gradients were being accumulated. Each rank goes on with those that it had, and a "
+                "new rank with those of rank 0: they are right only if every rank had the same."
+            )
 
     def _restore_extras(self, source: StateSource) -> None:
-        """Restore what a run saves beside the tracked objects."""
+        """Restore what a run saves beside the tracked objects.
+
+        A rank that the source does not know gets random numbers of its own.
+        """
         with restoring(source.name, "gradients"):
             self._gradients = load_item(source, "gradients") if "gradients" in source.trees else {}
             self._hand.restore_gradients(self._gradients, self._tracked.parameter_names())
         with restoring(source.name, "rng"):
             states = load_item(source, "rng") if "rng" in source.trees else []
-            if states:
-                apply_rng(states[0])
-                self.rng = states[0]
+            if not states:
+                return
+            rank, is_listed = self._writer.team.rank, len(states) > 1
+            if is_listed and rank < len(states):
+                state, is_own = states[rank], True
+            else:
+                state, is_own = states[0], not is_listed and getattr(source, "rank", 0) == rank
+            self._own = state.get("loaders", {}) if is_own else {}
+            self.rng = state if is_own else derived_rng(state, rank)
+            apply_rng(self.rng)
+            self._tracked.load_rank_states(self._own)

@@ -236,8 +236,11 @@ class Saves:
             items.append(pack_item("gradients", gradients, home="each"))
         items += [pack_item(name, value, home="each") for name, value in extra.items()]
         # A checkpoint made before the first batch after a resume has the random state it resumed.
-        state = rng or self._resumption.rng or capture_rng()
-        items.append(pack_item("rng", [dict(state)], home="each"))
+        state = dict(rng or self._resumption.rng or capture_rng())
+        loaders = self._tracked.rank_states()
+        if loaders:
+            state["loaders"] = loaders
+        items.append(pack_item("rng", [state], home="each"))
         return items
 
     @contextmanager

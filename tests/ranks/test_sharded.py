@@ -219,7 +219,8 @@ def test_another_number_of_ranks_within_an_epoch_is_refused(tmp_path: Path) -> N
         give(said=str(error))
     """
     (given,) = run_ranks(LOOP + refused.format(str(tmp_path)), 1)
-    assert "loader" in given["said"] or "epoch" in given["said"]
+    assert "an epoch that 2 ranks shared, and here are 1" in given["said"]
+    assert "ResumableSampler" in given["said"]
 
 
 FAULTS = """

@@ -36,7 +36,7 @@ from .outcome import Outcome, raise_failures
 from .server import JOIN_TIMEOUT_S, Server, ServerBoard
 from .solo import Solo, Team
 
-__all__ = ["Solo", "StoreTeam", "Team", "find_rank", "join_team"]
+__all__ = ["Solo", "StoreTeam", "Team", "find_rank", "join_team", "num_ranks"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -234,6 +234,11 @@ def _missing(task: str, ranks: list[int], timeout_s: float, own: Outcome | None)
         ranks=ranks,
         task=task,
     )
+
+
+def num_ranks() -> int:
+    """Return how many ranks the process group has; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def find_rank() -> tuple[int, int]:

@@ -9,6 +9,8 @@ Three kinds, found out by looking:
 ``replayed``  anything else that can be iterated. The batches already used are read again and
               dropped; the load report says so.
 
+A fourth kind, ``dealt``, is in ``dealt_loader``.
+
 The generators of the whole process go back to their state at the checkpoint after that, at the last
 moment before the first new batch, so that nothing done in between can disturb them.
 """
@@ -27,10 +29,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import MismatchError
 from ..tensors.generators import set_generator
+from ..tensors.pack import Home
 from .position import is_torchdata, measures, misfit, num_batches, remarks
 from .report import restoring
 from .rng import apply_rng, capture_rng
-from .samplers import data_note, generators_of, order_note, order_of
+from .samplers import data_note, generators_of, order_note, order_of, share_of
 from .skipping import SkippingLoader
 
 __all__ = ["ResumableLoader", "num_samples"]
@@ -44,12 +47,18 @@ class ResumableLoader:
     Args:
         loader: A ``DataLoader``, anything with ``state_dict``/``load_state_dict``, or any iterable
             that starts anew each time it is iterated.
+        kind: What it is; ``None``: found out by looking.
+
+    Attributes:
+        home: Whose the position is, of several ranks: here each rank has its own.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    home: Home = "each"
+
+    def __init__(self, loader: Iterable[Any], *, kind: str | None = None) -> None:
         self.loader = loader
-        self.kind = _kind(loader)
-        self._skipping = SkippingLoader(loader) if self.kind == "indexed" else None
+        self.kind = _kind(loader) if kind is None else kind
+        self._skipping = SkippingLoader(loader) if self.kind in _BY_INDEX else None
         self._position = 0
         self._start: dict[str, Any] | None = None
         self._pending: Mapping[str, Any] | None = None
@@ -94,7 +103,8 @@ class ResumableLoader:
                 "drawn at the start of the epoch. Give it state_dict and load_state_dict to avoid "
                 "that."
             )
-        if getattr(self.loader, "num_workers", 0) and self._is_torchdata:
+        has_workers = bool(getattr(self.loader, "num_workers", 0))
+        if has_workers and self.kind == "stateful" and self._is_torchdata:
             notes.append(
                 "Random numbers that the workers of a StatefulDataLoader draw are others after a "
                 "resume within an epoch, unless each sample seeds the generators that it draws "
@@ -107,6 +117,14 @@ class ResumableLoader:
     def _order_note(self) -> str | None:
         is_its_own = self.kind == "stateful" and not self._is_torchdata
         return None if is_its_own else order_note(self.loader)
+
+    def of_all_ranks(self, num_samples: int) -> int:
+        """Return how many samples all ranks use while this one uses the newest batch.
+
+        Args:
+            num_samples: Samples of that batch.
+        """
+        return num_samples * share_of(self.loader)[1]
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers and the data set which epoch begins, where they want to know."""
@@ -234,6 +252,13 @@ class ResumableLoader:
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
 
+    def rank_state(self) -> dict[str, Any]:
+        """Return what this rank has of its own beside :meth:`state_dict`."""
+        return {}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what this rank saved; called after :meth:`load_state_dict`."""
+
     def misfit(self, state: Mapping[str, Any]) -> str | None:
         """Return why a stored position does not fit this loader, or ``None`` if it does."""
         epoch, length = state.get("epoch"), self.num_batches
@@ -271,7 +296,7 @@ class ResumableLoader:
     @property
     def _reads_here(self) -> bool:
         """Return whether samples are read in this process, none of them ahead of the training."""
-        return self.kind == "indexed" and not getattr(self.loader, "num_workers", 0)
+        return self.kind in _BY_INDEX and not getattr(self.loader, "num_workers", 0)
 
     def _is_within_epoch(self, state: Mapping[str, Any]) -> bool:
         # A loader of another kind may take over an epoch that was begun and not read from.
@@ -305,6 +330,10 @@ class ResumableLoader:
         digest = hashlib.blake2b(self._num_begun.to_bytes(8, "little"), digest_size=32)
         for state in (self._start["rng"]["torch"], *self._start["generators"]):
             digest.update(state.numpy().tobytes())
+        rank, _ = share_of(self.loader)
+        if rank:
+            # Ranks are often seeded alike, and must not draw the same for other samples.
+            digest.update(rank.to_bytes(8, "little"))
         return digest.digest()
 
     def _return_to(self, state: Mapping[str, Any]) -> Iterator[Any]:
@@ -351,6 +380,10 @@ class ResumableLoader:
             if self._is_torchdata:
                 iter(self.loader)  # restores the data set; the epoch that it begins is dropped
         self._set_generators(state.get("generators", ()))
+
+
+_BY_INDEX = ("indexed", "dealt")
+"""Kinds whose samples are read here by the indices that a sampler yields."""
 
 
 def _kind(loader: Iterable[Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..ranks.team import num_ranks
 from .samplers import order_of
 
 __all__ = ["is_torchdata", "measures", "misfit", "num_batches", "remarks"]
@@ -43,6 +44,7 @@ def measures(loader: Any) -> dict[str, int | None]:
     except (AttributeError, TypeError, NotImplementedError):
         num_samples = None
     return {
+        "num_ranks": num_ranks(),
         "batch_size": size if type(size) is int else None,
         "num_samples": num_samples,
         "num_batches": num_batches(loader),
@@ -76,7 +78,7 @@ def misfit(loader: Any, kind: str, state: Mapping[str, Any]) -> str | None:
         )
     is_torchdatas = kind == "stateful" and is_torchdata(loader)
     if kind != "stateful" or is_torchdatas:
-        reason = _other_measure(loader, state) or _other_order(loader, state)
+        reason = _other_ranks(state) or _other_measure(loader, state) or _other_order(loader, state)
         if reason is not None:
             return reason
     workers = getattr(loader, "num_workers", 0)
@@ -91,6 +93,12 @@ def misfit(loader: Any, kind: str, state: Mapping[str, Any]) -> str | None:
 
 def remarks(loader: Any, kind: str, state: Mapping[str, Any]) -> list[str]:
     """Return what to know of going on from a stored position that fits, each in a sentence."""
+    if state["position"] and kind == "stateful" and _other_ranks(state):
+        remark = (
+            "Another number of ranks was at work in this epoch, and the loader keeps its own "
+            "position: whether each sample is used once is up to it."
+        )
+        return [remark]
     then, now = state.get("num_workers"), getattr(loader, "num_workers", 0)
     is_other = type(then) is int and bool(then) != bool(now)
     if not (state["position"] and kind == "indexed" and is_other):
@@ -100,6 +108,17 @@ def remarks(loader: Any, kind: str, state: Mapping[str, Any]) -> list[str]:
         "that the data set draws come from elsewhere now."
     )
     return [remark]
+
+
+def _other_ranks(state: Mapping[str, Any]) -> str | None:
+    stored, now = state.get("num_ranks"), num_ranks()
+    if stored is None or stored == now:
+        return None
+    return (
+        f"The checkpoint is at batch {state['position']} of an epoch that {stored} ranks shared, "
+        f"and here are {now}. With a milepost.train.ResumableSampler an epoch goes on on any "
+        "number of ranks."
+    )
 
 
 def _other_measure(loader: Any, state: Mapping[str, Any]) -> str | None:

@@ -145,13 +145,23 @@ class ResumableSampler(Sampler[Any]):
         Args:
             num_yielded: Batches with ``batch_size``, else samples of each rank.
         """
-        return self._deal().used_after(num_yielded)
+        return self.deal().used_after(num_yielded)
+
+    def deal(self) -> Deal:
+        """Return the steps of the next iteration, on all ranks."""
+        return Deal(
+            start=self._position,
+            length=self.length,
+            num_ranks=self.num_replicas,
+            batch_size=1 if self.batch_size is None else self.batch_size,
+            drop_last=self.drop_last,
+        )
 
     def __len__(self) -> int:
-        return self._num_before + self._deal().num_steps
+        return self._num_before + self.deal().num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        deal, (rank, num_ranks) = self._deal(), self._place
+        deal, (rank, num_ranks) = self.deal(), self._place
         order = self._order()
         if self.batch_size is None:
             end = deal.bounds(deal.num_steps - 1)[1] if deal.num_steps else deal.start
@@ -161,15 +171,6 @@ class ResumableSampler(Sampler[Any]):
     @property
     def _place(self) -> tuple[int, int]:
         return find_rank() if self._given is None else self._given
-
-    def _deal(self) -> Deal:
-        return Deal(
-            start=self._position,
-            length=self.length,
-            num_ranks=self.num_replicas,
-            batch_size=1 if self.batch_size is None else self.batch_size,
-            drop_last=self.drop_last,
-        )
 
     def _order(self) -> Tensor:
         """Return the order of the epoch: [num_samples] int64."""

@@ -24,13 +24,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-__all__ = ["data_note", "generators_of", "order_note", "order_of"]
+from .resumable_sampler import ResumableSampler
+
+__all__ = ["data_note", "generators_of", "order_note", "order_of", "order_words", "share_of"]
 
 _KNOWN = (
     SequentialSampler.__iter__,
     SubsetRandomSampler.__iter__,
     WeightedRandomSampler.__iter__,
     DistributedSampler.__iter__,
+    ResumableSampler.__iter__,
 )
 
 
@@ -50,6 +53,19 @@ def generators_of(loader: Any) -> list[torch.Generator]:
         if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
             found.append(generator)
     return found
+
+
+def share_of(loader: Any) -> tuple[int, int]:
+    """Return which share of the data a loader reads, of how many: 0 of 1 if it reads all."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "sampler", None),
+    ):
+        if isinstance(sampler, DistributedSampler | ResumableSampler):
+            return sampler.rank, sampler.num_replicas
+    return 0, 1
 
 
 def order_note(loader: Any) -> str | None:
@@ -74,7 +90,7 @@ def order_of(loader: Any) -> str | None:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    return _words(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    return order_words(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
 
 
 def data_note(loader: Any) -> str | None:
@@ -96,19 +112,20 @@ def data_note(loader: Any) -> str | None:
     )
 
 
-def _words(sampler: Any) -> str:
+def order_words(sampler: Any) -> str:
+    """Return what a sampler makes an order by, in words."""
     name = type(sampler).__qualname__
     if isinstance(sampler, list | tuple | range):
         return f"{name} {_digest(sampler)}"
     if isinstance(sampler, BatchSampler):
-        return f"{name} of {_words(sampler.sampler)}"
+        return f"{name} of {order_words(sampler.sampler)}"
     if isinstance(sampler, RandomSampler):
         return f"{name} with replacement" if sampler.replacement else name
     if isinstance(sampler, WeightedRandomSampler):
         return f"{name} of the weights {_digest(sampler.weights)}"
     if isinstance(sampler, SubsetRandomSampler):
         return f"{name} of the indices {_digest(sampler.indices)}"
-    if isinstance(sampler, DistributedSampler):
+    if isinstance(sampler, DistributedSampler | ResumableSampler):
         return f"{name} with shuffle={sampler.shuffle}, seed={sampler.seed}"
     return name
 

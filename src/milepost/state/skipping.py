@@ -58,15 +58,24 @@ class SkippingLoader:
             self._twin = DataLoader(loader.dataset, batch_size=None, sampler=self._skip, **options)
         self._has_workers = False
 
-    def start(self, num_batches: int, *, is_first: bool, seed: bytes) -> Iterator[Any]:
+    def start(
+        self,
+        num_batches: int,
+        *,
+        is_first: bool,
+        seed: bytes,
+        number_of: Callable[[int], int] = int,
+    ) -> Iterator[Any]:
         """Begin an epoch.
 
         Args:
             num_batches: How many batches to leave out.
             is_first: Whether it is the first epoch of the run with this loader.
             seed: What the random numbers drawn in workers come from; another one in every epoch.
+            number_of: Makes a number from the place of a batch in the epoch, 0 for the first: that
+                number and the seed say what is drawn for it.
         """
-        self._skip.num_skipped = num_batches
+        self._skip.num_skipped, self._skip.number_of = num_batches, number_of
         self._skip.seed = seed if self._twin.num_workers else None
         if self._twin.persistent_workers and not is_first and not self._has_workers:
             # Workers that last draw their seed in the first epoch of the run only, and these are
@@ -88,6 +97,7 @@ class _SkippingSampler:
         self.sampler = sampler
         self.num_skipped = 0
         self.seed: bytes | None = None
+        self.number_of: Callable[[int], int] = int
         self.before_order: Callable[[], None] | None = None
         self._rest: _Skipped | None = None
 
@@ -104,7 +114,7 @@ class _SkippingSampler:
     def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self.seed is None:
             return batches
-        numbers = itertools.count(self.num_skipped)
+        numbers = map(self.number_of, itertools.count(self.num_skipped))
         return map(_SeededBatch, batches, numbers, itertools.repeat(self.seed))
 
     def _begin_order(self) -> None:

@@ -94,8 +94,10 @@ class Tracked:
                 name=name,
             )
         home: Home = "leader" if isinstance(target, Timer) else "all"
-        if isinstance(target, PerRank | ResumableLoader):
+        if isinstance(target, PerRank):
             home = "each"
+        elif isinstance(target, ResumableLoader):
+            home = target.home
         if isinstance(target, PerRank):
             target = target.target
         self._parts[name] = self._part(name, target)
@@ -163,6 +165,19 @@ class Tracked:
             f"{strays} parameters of tracked optimizers belong to no tracked model: their state is "
             "saved, and their values are not. Track the models that hold them."
         )
+
+    def rank_states(self) -> dict[str, Any]:
+        """Return what of loaders is a rank's own though their position is that of all ranks."""
+        loaders = {k: v for k, v in self._objects.items() if isinstance(v, ResumableLoader)}
+        states = {name: loader.rank_state() for name, loader in loaders.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_rank_states(self, states: Mapping[str, Any]) -> None:
+        """Give loaders what this rank saved of them. Names that are not tracked are passed over."""
+        for name, state in states.items():
+            target = self._objects.get(name)
+            if isinstance(target, ResumableLoader):
+                target.load_rank_state(state)
 
     def capture(self) -> list[PackedItem]:
         """Take the state of every object, without copying tensors.

@@ -143,6 +143,8 @@ def restore_all(
         tracked.add(name, target)
     report = tracked.restore(source, items=items)
     ranks = load_item(source, "rng") if "rng" in source.trees else []
+    if ranks:
+        tracked.load_rank_states(ranks[0].get("loaders", {}))
     return report, ranks[0] if ranks else None
 
 

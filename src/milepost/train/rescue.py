@@ -53,17 +53,20 @@ class CleanPoint:
     Attributes:
         rng: The random generators.
         position: The loader's position.
+        own: What of the loader is this rank's own beside that.
         buffers: Each buffer of the model, with its version counter.
     """
 
     rng: Mapping[str, Any]
     position: Mapping[str, Any]
+    own: Mapping[str, Any]
     buffers: tuple[tuple[torch.Tensor, int], ...]
 
     @classmethod
     def mark(cls, buffers: Buffers, loader: ResumableLoader) -> CleanPoint:
         """Note the present point."""
-        return cls(capture_rng(), loader.state_dict(), buffers.versions())
+        rng, position = capture_rng(), loader.state_dict()
+        return cls(rng, position, loader.rank_state(), buffers.versions())
 
     def is_intact(self, buffers: Buffers) -> bool:
         """Return whether no buffer was written to or replaced since."""
@@ -76,4 +79,5 @@ class CleanPoint:
     def put_back(self, loader: ResumableLoader) -> None:
         """Return the generators and the loader to this point."""
         loader.load_state_dict(self.position)
+        loader.load_rank_state(self.own)
         apply_rng(self.rng)

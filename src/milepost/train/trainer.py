@@ -15,7 +15,7 @@ from ..errors import NonFiniteLossError, Preempted, UsageError
 from ..naming import NameFormat
 from ..progress.time import Time, TimeUnit
 from ..runs.keep import KeepPolicy
-from ..state.loader import ResumableLoader
+from ..state.dealt_loader import resumable
 from .algorithm import Algorithm
 from .callback import Callback
 from .data import DataSpec
@@ -152,7 +152,7 @@ class Trainer:
         if device is not None:
             model.to(device)
         data = DataSpec.of(train_dataloader)
-        self._loader = ResumableLoader(data.dataloader)
+        self._loader = resumable(data.dataloader)
         self.state = State(
             model,
             max_duration=max_duration,

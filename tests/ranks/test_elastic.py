@@ -1,0 +1,153 @@
+"""An epoch that goes on on other numbers of ranks: killed, resumed, and no sample lost or doubled.
+
+Each rank writes down the samples of every batch before it trains on it. What the training has used
+of an epoch is what was written down for batches that the next life does not repeat.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import milepost as mp
+from milepost.testing.ranks import Ranks, run_ranks
+
+TRAIN = """
+    import json, os, random, signal
+    from pathlib import Path
+    import milepost as mp
+    import numpy as np
+    from milepost.train import ResumableSampler
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    class Data(torch.utils.data.Dataset):
+        def __init__(self):
+            self.generator = torch.Generator().manual_seed(rank)
+        def __len__(self):
+            return 50
+        def __getitem__(self, index):
+            noise = torch.rand(1).item() + random.random() + float(np.random.rand())
+            if torch.utils.data.get_worker_info() is None:  # a worker has a copy of it
+                noise += torch.rand(1, generator=self.generator).item()
+            return index, noise
+
+    def train(
+        folder, life, victim=None, stop_at=None, batch_size=2, num_workers=0, is_batched=True
+    ):
+        torch.manual_seed(rank)
+        random.seed(rank)
+        np.random.seed(rank)
+        data = Data()
+        if is_batched:
+            sampler = ResumableSampler(data, batch_size=batch_size, seed=7)
+            loader = DataLoader(data, batch_sampler=sampler, num_workers=num_workers)
+        else:
+            loader = DataLoader(
+                data, batch_size, sampler=ResumableSampler(data, seed=7), num_workers=num_workers
+            )
+        model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.2),
+                                    torch.nn.Linear(4, 1))
+        model = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        log = Path(folder, f"log-{life}-{rank}").open("w")
+        with mp.Checkpointer(
+            Path(folder, "run"), every="1ba", model=model, optimizer=optimizer, loader=loader
+        ) as run:
+            report = run.load_report
+            give(came=run.resumed_from, notes=report.notes if report else [],
+                 draw=[torch.rand(1).item(), random.random(), float(np.random.rand())])
+            for epoch in run.epochs(2):
+                for index, noise in run.batches(loader):
+                    if run.timer.batch == stop_at:
+                        return
+                    row = [run.timer.epoch, run.timer.batch, index.tolist(), noise.tolist()]
+                    print(json.dumps(row), file=log, flush=True)
+                    if run.timer.batch == victim:
+                        run.wait()
+                        dist.barrier()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    x = torch.stack([index / 50, noise], 1).float()
+                    optimizer.zero_grad()
+                    model(x).sum().backward()
+                    optimizer.step()
+            counters = run.timer.snapshot()
+            give(end=[p.tolist() for p in model.parameters()], sample=counters["sample"])
+"""
+
+
+def rows(folder: Path, life: int, num_ranks: int) -> list[list[Any]]:
+    """Return what each rank wrote down: epoch, batches counted before, samples, noise."""
+    logs = [(folder / f"log-{life}-{rank}").read_text() for rank in range(num_ranks)]
+    return [[json.loads(line) for line in log.splitlines()] for log in logs]
+
+
+def killed(folder: Path, life: int, num_ranks: int, victim: int, **options: Any) -> list[Any]:
+    call = f"    train({str(folder)!r}, {life}, {victim}, **{options!r})\n"
+    results = Ranks(TRAIN + call, num_ranks).wait(60)
+    assert [one.code for one in results] == [-9] * num_ranks, results
+    return [one.given for one in results]
+
+
+def test_h19_an_epoch_goes_on_on_four_two_and_three_ranks(tmp_path: Path) -> None:
+    """Killed twice within one epoch, and going on with another batch size and a worker.
+
+    The counters count samples of all ranks, and no rank draws what another one draws.
+    """
+    killed(tmp_path, 1, 4, 2, batch_size=2)
+    second = killed(tmp_path, 2, 2, 6, batch_size=3, num_workers=1)
+    call = f"    train({str(tmp_path)!r}, 3, batch_size=2)\n"
+    third = run_ranks(TRAIN + call, 3, timeout_s=60)
+
+    assert {one["came"] for one in second} == {"ba2"}
+    assert {one["came"] for one in third} == {"ba6"}
+    assert any("are dealt to 2" in note for note in second[0]["notes"])
+    seen: dict[int, list[int]] = defaultdict(list)
+    for life, num_ranks, end in ((1, 4, 2), (2, 2, 6), (3, 3, 1000)):
+        for epoch, batch, samples, _ in chain.from_iterable(rows(tmp_path, life, num_ranks)):
+            if batch < end:
+                seen[epoch] += samples
+    for epoch in (0, 1):
+        assert sorted(seen[epoch]) == list(range(50))
+    assert seen[0] != seen[1]
+    assert all(one["end"] == third[0]["end"] for one in third)
+    assert {one["sample"] for one in third} == {100}
+    for given in (second, third):
+        draws = [tuple(one["draw"]) for one in given]
+        assert len(set(draws)) == len(draws)
+    state = mp.open_run(tmp_path / "run").get("ba6").load(["loader"])["state"]["loader"]
+    assert (state["samples"], state["position"]) == (2 * 8 + 4 * 6, 6)
+
+
+def test_as_many_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Weights, samples, and whatever is drawn by the training, the data set and a worker.
+
+    The samples are given in batches or one by one, and the rest of the epoch is dealt twice.
+    """
+    body = f"""
+    for name, options in {WAYS!r}.items():
+        for kind, stops in (("straight", [None]), ("split", [4, 5, None])):
+            folder = Path({str(tmp_path)!r}, name, kind)
+            if rank == 0:
+                folder.mkdir(parents=True)
+            dist.barrier()
+            for life, stop in enumerate(stops):
+                train(folder, life, stop_at=stop, **options)
+            give(**{{name + kind: results["end"]}})
+    """
+    given = run_ranks(TRAIN + body, 2)
+    for name in WAYS:
+        assert given[0][f"{name}split"] == given[0][f"{name}straight"]
+        whole = rows(tmp_path / name / "straight", 0, 2)
+        lives = [rows(tmp_path / name / "split", life, 2) for life in range(3)]
+        for rank in range(2):
+            assert list(chain.from_iterable(life[rank] for life in lives)) == whole[rank]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "batches": {"num_workers": 0},
+    "singles": {"num_workers": 1, "is_batched": False},
+}
