@@ -4,7 +4,9 @@ The workers are started, watched and killed by the same :class:`~.workers.Worker
 uses on its own machine. What they write down is read from a temporary folder here and sent along
 with what happened to them:
 
-    listen() -> News    events, and what has changed in the files since the last time
+    listen(number) -> News    events, and what has changed in the files since the last time
+
+Messages are numbered: one that was asked for again, since its answer got lost, is sent again.
 
 The events are taken first and the files are read after that, so whatever a worker wrote before it
 ended is sent with its end or earlier.
@@ -21,6 +23,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -99,6 +102,7 @@ class Node:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="milepost-node-"))
         self._keeper = Keeper(is_apart=True)
+        self._keeper.sweep(self._folder)
         # The kernel ends a worker when the thread that started it ends, so that is one of our own.
         self._starter = ThreadPoolExecutor(1, "milepost-node")
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -106,9 +110,15 @@ class Node:
         self._workers: Workers | None = None
         self._changes: Changes | None = None
         self._is_closed = False
+        self._closing = threading.Lock()
+        self._listening = threading.Lock()
+        self._num_told = 0
+        self._news = News((), (), is_last=False)
 
     def hold_port(self, host: str) -> int:
         """Return a port for rank 0, which is held until the workers are gone."""
+        if self._port is not None:
+            self._port.close()
         self._port = HeldPort(host=host)
         return self._port.number
 
@@ -132,7 +142,7 @@ class Node:
         found = store.get(probe_key(token, "launcher"), max_bytes=1024)
         if found != token.encode():
             raise UsageError(f"{place} holds something else than what was written there.")
-        store.put_new(probe_key(token, str(number)), token.encode())
+        store.put(probe_key(token, str(number)), token.encode())
 
     def start(self, share: Share) -> None:
         """Start the workers."""
@@ -165,11 +175,22 @@ class Node:
         self._starter.submit(self._start, workers).result()
         self._workers = workers
 
-    def listen(self, wait_s: float) -> News:
+    def listen(self, number: int, wait_s: float) -> News:
         """Return what has happened, as soon as something has, after ``wait_s`` at the latest.
 
         Beats and logs do not count as something: they are sent with the rest.
+
+        Args:
+            number: How many answers have arrived so far.
+            wait_s: How long to wait for something to happen, in seconds.
         """
+        with self._listening:
+            if number == self._num_told:
+                self._news = self._next_news(wait_s)
+                self._num_told += 1
+            return self._news
+
+    def _next_news(self, wait_s: float) -> News:
         events: list[Event] = []
         assert self._changes is not None
         was_closed = self._is_closed
@@ -181,8 +202,7 @@ class Node:
             if isinstance(event, Ended) and self._workers is not None:
                 self._workers.running.discard(event.rank)
         pieces = self._changes.pieces()
-        is_last = was_closed and not events and not pieces
-        return News(tuple(events), pieces, is_last)
+        return News(tuple(events), pieces, was_closed and not events and not pieces)
 
     def signal(self, number: int, but: int | None) -> None:
         """Send a signal to the workers that run; see ``Workers.signal``."""
@@ -196,19 +216,22 @@ class Node:
 
     def close(self) -> None:
         """Kill what is left, and let go of the port. Then :meth:`listen` comes to its last."""
-        try:
-            if self._workers is not None:
-                self._workers.close()
-            self._keeper.close()
-            self._starter.shutdown()
-        finally:
-            if self._port is not None:
-                self._port.close()
-            self._is_closed = True
+        with self._closing:
+            if self._is_closed:
+                return
+            try:
+                if self._workers is not None:
+                    self._workers.close()
+            finally:
+                if self._port is not None:
+                    self._port.close()
+                self._starter.shutdown()
+                self._is_closed = True
 
     def remove(self) -> None:
-        """Remove the temporary folder."""
+        """Remove the temporary folder. Nothing can be asked any more."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._keeper.close()
 
     @staticmethod
     def _start(workers: Workers) -> None:

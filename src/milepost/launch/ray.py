@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ __all__ = ["RayEngine"]
 T = TypeVar("T")
 
 _FEWER_S = 5.0
+_AGAIN_S = 0.5
 # For a cluster of our own on this machine: it calls nobody, and keeps no secret in the home folder.
 _LOCAL = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
@@ -291,20 +293,30 @@ class RayLink:
         self._actor = actor
 
     def ask(self, method: str, *arguments: Any, timeout_s: float, **options: Any) -> Any:
-        """Call a method of the node; see ``Link``."""
+        """Call a method of the node; see ``Link``.
+
+        While the connection is broken Ray does not know whether the call has arrived. All but
+        ``start`` may arrive twice, and are tried again until the time is over.
+        """
         problems = self._ray.exceptions
-        try:
-            answer = getattr(self._actor, method).remote(*arguments, **options)
-            return self._ray.get(answer, timeout=timeout_s)
-        except problems.GetTimeoutError as error:
-            why = f"it did not answer within {timeout_s:g} s ({method})"
-            raise self._lost(why) from error
-        except problems.RayTaskError as error:
-            if isinstance(error.cause, CheckpointError):
-                raise error.cause from error
-            raise
-        except problems.RayError as error:
-            raise self._lost(str(error).strip().splitlines()[0]) from error
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                answer = getattr(self._actor, method).remote(*arguments, **options)
+                return self._ray.get(answer, timeout=max(0.0, deadline_s - time.monotonic()))
+            except problems.GetTimeoutError as error:
+                why = f"it did not answer within {timeout_s:g} s ({method})"
+                raise self._lost(why) from error
+            except problems.RayTaskError as error:
+                if isinstance(error.cause, CheckpointError):
+                    raise error.cause from error
+                raise
+            except problems.ActorUnavailableError as error:
+                if method == "start" or time.monotonic() + _AGAIN_S > deadline_s:
+                    raise self._lost("the connection to it is broken") from error
+                time.sleep(_AGAIN_S)
+            except problems.RayError as error:
+                raise self._lost("its supervisor has ended") from error
 
     def _lost(self, why: str) -> NodeLostError:
         return NodeLostError(

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -169,9 +169,9 @@ class RemoteGroup:
     def _listen(self, link: Link, ranks: set[int]) -> None:
         """Pass on what comes from a machine until nothing more will come."""
         mirror = _Mirror(self._plan.attempt_folder, self._shown)
-        while True:
+        for number in count():
             try:
-                news: News = link.ask("listen", _LISTEN_S, timeout_s=self._silent_s)
+                news: News = link.ask("listen", number, _LISTEN_S, timeout_s=self._silent_s)
             except CheckpointError as error:
                 self._lost.add(link.name)
                 for rank in sorted(ranks):
@@ -273,16 +273,16 @@ def spots_of(counts: Sequence[int]) -> list[list[Spot]]:
     return [
         [
             Spot(
-                rank=end - count + local_rank,
+                rank=end - num + local_rank,
                 local_rank=local_rank,
                 node_rank=node_rank,
                 num_workers=total,
-                num_local=count,
+                num_local=num,
                 num_nodes=len(counts),
             )
-            for local_rank in range(count)
+            for local_rank in range(num)
         ]
-        for node_rank, (count, end) in enumerate(zip(counts, ends, strict=True))
+        for node_rank, (num, end) in enumerate(zip(counts, ends, strict=True))
     ]
 
 

@@ -2,9 +2,9 @@
 
 It reads the launcher's pipe: ``+123`` when the process group 123 was started, ``-123`` when it is
 gone, ``*word`` when workers are about to be started that carry this mark, ``/word`` when none is
-left. The kernel closes the pipe when the launcher dies, even of SIGKILL, and then all that is still
-listed is killed. Nothing here depends on the workers: they may hold the interpreter's lock, be
-stopped, or have started further processes.
+left, ``=path`` for a temporary folder. The kernel closes the pipe when the launcher dies, even of
+SIGKILL, and then all that is still listed is killed, and the folder removed. Nothing here depends
+on the workers: they may hold the interpreter's lock, be stopped, or have started further processes.
 
 A process that was started by a worker may have left its group (``setsid``). It still has the
 worker's environment, with the mark in it, and is found by that.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -36,24 +37,24 @@ def main() -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     if "--apart" in sys.argv and os.fork() != 0:
         os._exit(0)
-    groups: set[str] = set()
-    marks: set[str] = set()
+    listed: dict[str, set[str]] = {"+": set(), "*": set(), "=": set()}
     for line in sys.stdin:
         if not line.endswith("\n"):
             break  # the launcher died while it wrote
         kind, word = line[0], line[1:-1]
-        listed = groups if kind in "+-" else marks
-        if kind in "+*":
-            listed.add(word)
+        if kind in listed:
+            listed[kind].add(word)
         else:
-            listed.discard(word)
-    for group in groups:
+            listed["+" if kind == "-" else "*"].discard(word)
+    for group in listed["+"]:
         try:
             os.killpg(int(group), signal.SIGKILL)
         except ProcessLookupError:
             continue  # it ended by itself
-    for mark in marks:
+    for mark in listed["*"]:
         kill_marked(mark)
+    for folder in listed["="]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill_marked(mark: str) -> None:

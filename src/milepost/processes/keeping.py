@@ -25,6 +25,7 @@ class Keeper:
     def __init__(self, *, is_apart: bool = False) -> None:
         self._options = ["--apart"] if is_apart else []
         self._listed: set[str] = set()
+        self._folders: set[str] = set()
         self._process = self._start()
 
     def add(self, group: int) -> None:
@@ -43,8 +44,13 @@ class Keeper:
         """Forget a mark."""
         self._forget("/", mark)
 
+    def sweep(self, folder: Path) -> None:
+        """Remove this temporary folder when the launcher dies or is done with the keeper."""
+        self._folders.add(f"={folder}")
+        self._say(f"={folder}\n")
+
     def close(self) -> None:
-        """End the keeper. Nothing may be left for it."""
+        """End the keeper. No worker may be left. Closing twice is no error."""
         assert not self._listed
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -77,5 +83,5 @@ class Keeper:
             self._process.wait(_REAP_S)
             self._process = self._start()
             assert self._process.stdin is not None
-            lines = "".join(f"{one}\n" for one in sorted(self._listed))
+            lines = "".join(f"{one}\n" for one in sorted(self._listed | self._folders))
             self._process.stdin.write(lines.encode())

@@ -199,6 +199,31 @@ def test_lost_machine_is_the_cause_and_takes_its_ranks_with_it(jobs, capfd):
     assert "cause:      rank 1: The machine m1 is lost" in capfd.readouterr().err
 
 
+def test_answer_that_got_lost_is_sent_again(jobs):
+    """An end of a worker that nobody hears of would be waited for for ever."""
+    engine = Machines(1, 1)
+    groups = engine.group
+
+    def group(plan, events):
+        made = groups(plan, events)
+        for machine in engine.attempts[-1]:
+            machine.ask = twice(machine.ask)
+        return made
+
+    def twice(ask):
+        def ask_twice(method, *arguments, **options):
+            if method not in ("start", "remove"):
+                ask(method, *arguments, **options)
+            return ask(method, *arguments, **options)
+
+        return ask_twice
+
+    engine.group = group
+    result = run(jobs, "print('once'); sys.exit(3 * (attempt == 1))", engine, max_failures=1)
+    assert [one.ending for one in result.attempts] == [Ending.FAILED, Ending.DONE]
+    assert (result.folder / "attempt-2/rank-1.log").read_text() == "once\n"
+
+
 def test_hang_on_another_machine_is_found(jobs):
     """By its beats, which come with the messages; and its stack is told."""
     result = run(
