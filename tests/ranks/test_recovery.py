@@ -2,83 +2,95 @@
 
 from __future__ import annotations
 
-import json
+import os
+import random
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
-import milepost as mp
-from milepost.launch import FailureConfig, RunConfig, ScalingConfig, launch
+from milepost.launch import Ending, FailureConfig, RunConfig, ScalingConfig, launch
 
-SCRIPT = """
-    import json, os, pathlib, random, signal, sys
-    import milepost as mp
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler
 
-    folder, victims = sys.argv[1], json.loads(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
-    model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    data = torch.arange(120.0).reshape(40, 3) / 100
-    loader = DataLoader(data, 2, sampler=DistributedSampler(data, world_size, rank))
-    attempt = int(os.environ["MILEPOST_ATTEMPT"])
-    with mp.Checkpointer(
-        folder, every="3ba", model=model, optimizer=optimizer, loader=loader
-    ) as run:
-        pathlib.Path(folder, f"from-{attempt}-{rank}").write_text(str(run.resumed_from))
-        for epoch in run.epochs(2):
-            for x in run.batches(loader):
-                optimizer.zero_grad()
-                model(x).sum().backward()
-                optimizer.step()
-                if [attempt, rank, run.timer.batch] in victims:
-                    run.wait()
+def test_killed_at_any_moment_it_comes_back_and_ends_the_same(trainings, killers):
+    """One worker or all of them, at the start or in a batch or in a save; nobody helps."""
+    straight = trainings("straight", num_epochs=2)
+    straight.run()
+    killed = trainings("killed", num_epochs=2, pause_s=0.03)  # two kills come before its end
+    with killers(killed, 2, seed=11, train_s=0.5) as killer:
+        result = killed.run()
+    assert [one.ending for one in result.attempts[:-1]] == [Ending.FAILED] * 2, killer.told
+    assert result.attempts[-1].ending is Ending.DONE
+    killed.check_resumes(len(result.attempts))
+    assert killed.ends() == straight.ends()
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_fifty_kills_and_never_a_step_lost_that_was_safe(trainings, killers, tmp_path):
+    """On 2, 3 and 4 workers; MILEPOST_SEED repeats a campaign."""
+    seed = int(os.environ.get("MILEPOST_SEED", "0")) or random.SystemRandom().randrange(1 << 32)
+    print(f"MILEPOST_SEED={seed}")
+    num_moments = num_restarts = number = 0
+    began_s = time.monotonic()
+    straight = {}
+    while num_moments < 50:
+        num_ranks = (2, 4, 3)[number % 3]
+        if num_ranks not in straight:
+            straight[num_ranks] = trainings(f"straight-{num_ranks}", num_ranks=num_ranks)
+            straight[num_ranks].run()
+        killed = trainings(f"killed-{number}", num_ranks=num_ranks, pause_s=0.02)
+        with killers(killed, 8, seed=seed + number) as killer:
+            result = killed.run()
+        told = f"MILEPOST_SEED={seed}, training {number}: {killer.told}"
+        assert result.attempts[-1].ending is Ending.DONE, told
+        assert {one.ending for one in result.attempts[:-1]} <= {Ending.FAILED}, told
+        begun = killed.check_resumes(len(result.attempts))
+        assert killed.ends() == straight[num_ranks].ends(), told
+        num_moments += len(killer.told)
+        num_restarts += len(result.attempts) - 1
+        number += 1
+        print(f"{num_ranks} ranks: {len(killer.told)} kills, went on from {begun}")
+    spent_s = time.monotonic() - began_s
+    print(f"{num_moments} moments, {num_restarts} restarts, {number} trainings, {spent_s:.0f} s")
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+def test_twenty_restarts_in_a_row_meet_each_time(tmp_path):
+    """Ranks of an attempt never meet those of an earlier one, nor wait for them."""
+    job = tmp_path / "meet.py"
+    job.write_text(
+        textwrap.dedent(
+            """
+            import os, signal
+            import torch, torch.distributed as dist
+            from milepost import liveness
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo")
+            rank, attempt = dist.get_rank(), int(os.environ["MILEPOST_ATTEMPT"])
+            for batch in range(3):
+                value = torch.tensor(float(attempt))
+                dist.all_reduce(value)
+                assert value.item() == attempt * dist.get_world_size()
+                liveness.beat(batch)
+            if attempt <= 20:
+                if rank == attempt % dist.get_world_size():
+                    liveness.note_commit(f"ba{attempt}", attempt)
                     os.kill(os.getpid(), signal.SIGKILL)
-    end = [p.tolist() for p in model.parameters()]
-    pathlib.Path(folder, f"end-{rank}").write_text(json.dumps(end))
-    dist.destroy_process_group()
-"""
-
-
-def train(folder: Path, victims: list[list[int]], max_failures: int) -> mp.LaunchResult:
-    folder.mkdir()
-    script = folder / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    policy = FailureConfig(max_failures=max_failures, backoff_s=0.01)
-    return launch(
-        str(script),
-        [str(folder / "run"), json.dumps(victims)],
-        scaling=ScalingConfig(num_workers=2),
-        run=RunConfig(storage_path=folder, name="launched", failure_config=policy),
+                dist.all_reduce(value)  # never to return
+            dist.destroy_process_group()
+            """
+        )
     )
-
-
-def test_killed_workers_come_back_and_end_the_same(tmp_path: Path) -> None:
-    """One worker, then the other, in the middle of epochs; nobody starts anything by hand."""
-    train(tmp_path / "a", [], 0)
-    result = train(tmp_path / "b", [[1, 1, 7], [2, 0, 14]], 3)
-    assert len(result.attempts) == 3
-    for rank in range(2):
-        ends = [json.loads((tmp_path / x / f"run/end-{rank}").read_text()) for x in "ab"]
-        assert ends[0] == ends[1]
-        came = [(tmp_path / f"b/run/from-{n}-{rank}").read_text() for n in (1, 2, 3)]
-        assert came[0] == "None"
-        assert came[1] in ("ba3", "ba6")
-        assert came[2] in ("ba12", "ba9", "ep1")
-    assert mp.open_run(tmp_path / "b/run").latest() is not None
-
-
-def test_workers_that_always_die_end_with_a_diagnosis(tmp_path: Path) -> None:
-    """No one is served by a training that starts again for ever."""
-    victims = [[attempt, 0, 1] for attempt in range(1, 10)]
-    with pytest.raises(mp.LaunchFailedError) as caught:
-        train(tmp_path / "a", victims, -1)
-    assert len(caught.value.facts["result"].attempts) == 3
+    policy = FailureConfig(max_failures=1, backoff_s=0.0, start_timeout_s=60, hang_timeout_s=60)
+    result = launch(
+        str(job),
+        scaling=ScalingConfig(num_workers=2),
+        run=RunConfig(storage_path=tmp_path, name="a", failure_config=policy),
+    )
+    assert [one.ending for one in result.attempts] == [Ending.FAILED] * 20 + [Ending.DONE]
+    longest_s = max(one.duration_s for one in result.attempts)
+    print(f"20 restarts, the longest attempt {longest_s:.1f} s")
+    assert Path(result.folder, "attempt-21").is_dir()
