@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from ..processes import functions
+from ..processes.ends import exit_text, log_tail
 
 __all__ = [
     "PREEMPTED_CODES",
@@ -37,7 +38,6 @@ PREEMPTED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 _HARD = frozenset({-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL})
 _HARD_LEAD_S = 0.5
-_TAIL_BYTES = 8192
 _RUNNERS = frozenset(
     {
         runpy.__file__,
@@ -123,31 +123,6 @@ def signature_of(failure: WorkerFailure) -> str:
     if not failure.type:
         return failure.message
     return "\n".join([failure.type, failure.message, *place[-1:]])
-
-
-def exit_text(code: int | None) -> str:
-    """Say how a process ended."""
-    if code is None:
-        return "was not seen to end"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    more = {"SIGKILL": " (perhaps out of memory: look at dmesg)", "SIGBUS": " (perhaps /dev/shm)"}
-    return f"was killed by {name}{more.get(name, '')}"
-
-
-def log_tail(path: Path, *, num_lines: int) -> str:
-    """Return the last lines of a log."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
-    return "\n".join(lines[-num_lines:])
 
 
 def own_frames(found: TracebackType | None) -> TracebackType | None:

@@ -10,7 +10,6 @@ process that has failed may still hang on its way out), and writes the result of
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -19,16 +18,16 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..errors import UsageError
 from ..liveness import flush_beat
+from ..processes.parent import end_with_parent
 from .entry import call, check_json, find_function
 from .failures import PREEMPTED_CODES, own_frames, write_failure
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 _PID = os.getpid()
 
 
@@ -42,7 +41,7 @@ class _FinalError(Exception):
 
 def main(arguments: list[str]) -> None:
     """Run what the arguments name; end the process with 1 if it raises."""
-    _end_with_launcher()
+    end_with_parent(int(os.environ["MILEPOST_LAUNCHER_PID"]))
     faulthandler.enable()
     if hasattr(signal, "SIGUSR2"):
         faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -113,22 +112,6 @@ def _tell(code: int, error: BaseException | None, *, is_final: bool = False) -> 
     if error is not None:
         write_failure(folder / f"rank-{rank}.error.json", error, rank=rank, is_final=is_final)
     os.write(int(os.environ["MILEPOST_TELL_FD"]), f"{rank} {code}\n".encode())
-
-
-def _end_with_launcher() -> None:
-    """Ask the kernel to kill this process when its launcher dies.
-
-    The keeper does the same for the whole process group. This one covers the moment before the
-    keeper has heard of the group, and a keeper that was killed itself.
-    """
-    if sys.platform != "linux":
-        return
-    set_option: Any = ctypes.CDLL(None, use_errno=True).prctl
-    if set_option(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    if os.getppid() != int(os.environ["MILEPOST_LAUNCHER_PID"]):
-        os._exit(1)  # it died before we asked
 
 
 if __name__ == "__main__":
