@@ -44,6 +44,20 @@ if TYPE_CHECKING:
     from .launch import FailureConfig, LaunchResult, RunConfig, ScalingConfig, launch
     from .progress.time import Time, TimeUnit
     from .progress.timer import Timer
+    from .reporting import (
+        CheckpointConfig,
+        CheckpointConsistencyMode,
+        CheckpointUploadMode,
+        ReportedCheckpoint,
+        ReportedCheckpointStatus,
+        Reports,
+        Result,
+        TrainContext,
+        get_all_reported_checkpoints,
+        get_checkpoint,
+        get_context,
+        report,
+    )
     from .runs.keep import KeepAll, KeepBest, KeepEvery, KeepLast, KeepWithin
     from .state.report import LoadReport
     from .stores import open_store
@@ -63,7 +77,10 @@ __all__ = [
     "Algorithm",
     "Callback",
     "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointConsistencyMode",
     "CheckpointError",
+    "CheckpointUploadMode",
     "Checkpointer",
     "DamagedError",
     "DataSpec",
@@ -96,6 +113,10 @@ __all__ = [
     "Precision",
     "Preempted",
     "RankFailedError",
+    "ReportedCheckpoint",
+    "ReportedCheckpointStatus",
+    "Reports",
+    "Result",
     "Run",
     "RunConfig",
     "SaveFailedError",
@@ -106,15 +127,20 @@ __all__ = [
     "Time",
     "TimeUnit",
     "Timer",
+    "TrainContext",
     "Trainer",
     "UnsupportedStateError",
     "UsageError",
     "Value",
     "__version__",
+    "get_all_reported_checkpoints",
+    "get_checkpoint",
+    "get_context",
     "launch",
     "open_run",
     "open_store",
     "register_codec",
+    "report",
 ]
 
 _NAMES_OF_MODULES = {
@@ -129,6 +155,9 @@ _NAMES_OF_MODULES = {
     "launch": "FailureConfig LaunchResult RunConfig ScalingConfig launch",
     "progress.time": "Time TimeUnit",
     "progress.timer": "Timer",
+    "reporting": "CheckpointConfig CheckpointConsistencyMode CheckpointUploadMode "
+    "ReportedCheckpoint ReportedCheckpointStatus Reports Result TrainContext "
+    "get_all_reported_checkpoints get_checkpoint get_context report",
     "runs.keep": "KeepAll KeepBest KeepEvery KeepLast KeepWithin",
     "state.report": "LoadReport",
     "stores": "open_store",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .copies.own import copy_to
 from .copies.shared import STALL_TIMEOUT_S, shared_copy
-from .errors import FormatError, MissingError
+from .errors import FormatError, MissingError, UsageError
 from .format import canonical, tree
 from .format.layout import HIDDEN, MANIFEST, METADATA, RUN, SESSIONS
 from .format.manifest import Manifest
@@ -183,6 +183,13 @@ class Checkpoint:
             progress: Called with the bytes of each block that is read.
             rank: Whose part to show of what every rank has saved for itself.
         """
+        if self.manifest.layout == "files":
+            raise UsageError(
+                f"{self.url} holds files of the user's own, and no state that Milepost knows.",
+                safe="Nothing was changed.",
+                hint="Read them with: with checkpoint.as_directory() as folder.",
+                path=self.url,
+            )
         if self.manifest.layout == "torch":
             return self._single_source()
         from .engine.read import CheckpointSource

@@ -10,14 +10,39 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from ..format.digest import BLOCK_BYTES, block_count, crc32c
 from ..format.manifest import FileEntry
 from ..stores.base import Store, Writer
 
-__all__ = ["FileJob", "file_job", "write_files"]
+__all__ = ["FileJob", "Job", "file_job", "write_files"]
 
 NUM_THREADS = 2
+
+
+class Job(Protocol):
+    """A file to write, wherever its bytes come from.
+
+    A block is asked for once, right before it is written, by the thread that writes it; it is not
+    needed any more when that thread asks for the next one.
+    """
+
+    @property
+    def key(self) -> str:
+        """Return its key in the store."""
+
+    @property
+    def path(self) -> str:
+        """Return its path in the checkpoint's folder."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return its size."""
+
+    @property
+    def blocks(self) -> Sequence[memoryview]:
+        """Return its blocks; see :class:`FileJob`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +73,7 @@ def file_job(key: str, path: str, data: memoryview) -> FileJob:
 
 
 def write_files(
-    store: Store, jobs: Sequence[FileJob], *, num_threads: int = NUM_THREADS
+    store: Store, jobs: Sequence[Job], *, num_threads: int = NUM_THREADS
 ) -> list[FileEntry]:
     """Write files and make them durable.
 
@@ -64,7 +89,7 @@ def write_files(
 
 
 class _Pipeline:
-    def __init__(self, store: Store, jobs: Sequence[FileJob]) -> None:
+    def __init__(self, store: Store, jobs: Sequence[Job]) -> None:
         self._store = store
         self._jobs = jobs
         self._crcs = [[0] * block_count(job.size_bytes) for job in jobs]
@@ -92,7 +117,7 @@ class _Pipeline:
         for index, job in enumerate(self._jobs):
             for block in range(len(job.blocks)):
                 self._queue.put((index, block))
-            if not job.blocks:
+            if len(job.blocks) == 0:
                 self._writers[index].close()
         helpers = [
             threading.Thread(target=self._work, name=f"milepost-write-{n}")

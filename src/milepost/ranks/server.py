@@ -11,6 +11,8 @@ import json
 import queue
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -30,19 +32,29 @@ JOIN_TIMEOUT_S = 60.0
 _CHUNK_BYTES = 4 * 1024 * 1024  # the server takes 8 MiB at a time
 _MAX_BATCH = 64
 _LONG_S = 3600.0
+_SIGNALS_S = 1.0
 
 
 class Server:
-    """Connections to the key-value server, one for each thread."""
+    """Connections to the key-value server: as many as there are threads that use it at a time.
+
+    They are kept for the next thread. A new one is not always quick: it may look up names.
+    """
 
     def __init__(self, host: str, port: int, server: TCPStore | None) -> None:
         self._address = (host, port)
         self._server = server  # held: it ends with the last reference
-        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._idle: list[TCPStore] = []
 
     def set(self, key: str, value: bytes) -> None:
-        """Store a value of ASCII."""
-        self._connection().set(key, value.decode("ascii"))
+        """Store a value of ASCII.
+
+        Raises:
+            RankFailedError: The leader is gone.
+        """
+        with self._connection() as connection:
+            connection.set(key, value.decode("ascii"))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Return a value as soon as it is there.
@@ -51,21 +63,21 @@ class Server:
             DeadlineError: It did not come.
             RankFailedError: The leader is gone.
         """
-        connection = self._connection()
         try:
-            connection.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
-            return bytes(connection.get(key))
+            with self._connection() as connection:
+                connection.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
+                return bytes(connection.get(key))
         except dist.DistStoreError as error:
             raise DeadlineError(f"{key} did not come within {timeout_s:g} s.", key=key) from error
-        except RuntimeError as error:
-            raise _leader_gone(error) from error
 
     def has(self, keys: list[str]) -> bool:
-        """Return whether all of some keys are there now."""
-        try:
-            return bool(self._connection().check(keys))
-        except RuntimeError as error:
-            raise _leader_gone(error) from error
+        """Return whether all of some keys are there now.
+
+        Raises:
+            RankFailedError: The leader is gone.
+        """
+        with self._connection() as connection:
+            return bool(connection.check(keys))
 
     def next_number(self, key: str) -> int:
         """Return 1, 2, 3, ...: each number to one caller only.
@@ -73,32 +85,50 @@ class Server:
         Raises:
             RankFailedError: The leader is gone.
         """
-        try:
-            return int(self._connection().add(key, 1))
-        except RuntimeError as error:
-            raise _leader_gone(error) from error
+        with self._connection() as connection:
+            return int(connection.add(key, 1))
 
     def forget(self, key: str) -> None:
-        """Remove a value."""
-        self._connection().delete_key(key)
+        """Remove a value.
+
+        Raises:
+            RankFailedError: The leader is gone.
+        """
+        with self._connection() as connection:
+            connection.delete_key(key)
 
     def close(self) -> None:
         """Let go of everything, while the interpreter is whole: it ends threads of torch."""
-        self._local = threading.local()
+        with self._lock:
+            self._idle.clear()
         self._server = None
 
-    def _connection(self) -> TCPStore:
-        found: TCPStore | None = getattr(self._local, "connection", None)
-        if found is None:
-            host, port = self._address
-            try:
-                found = TCPStore(
-                    host, port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
-                )
-            except RuntimeError as error:
-                raise _leader_gone(error) from error
-            self._local.connection = found
-        return found
+    @contextmanager
+    def _connection(self) -> Iterator[TCPStore]:
+        """Lend a connection to the calling thread. One that has failed is not used again."""
+        with self._lock:
+            found = self._idle.pop() if self._idle else None
+        try:
+            connection = found or self._connect()
+        except RuntimeError as error:
+            raise _leader_gone(error) from error
+        try:
+            yield connection
+        except dist.DistStoreError:  # it only waited in vain
+            self._keep(connection)
+            raise
+        except RuntimeError as error:
+            raise _leader_gone(error) from error
+        self._keep(connection)
+
+    def _keep(self, connection: TCPStore) -> None:
+        with self._lock:
+            self._idle.append(connection)
+
+    def _connect(self) -> TCPStore:
+        host, port = self._address
+        timeout = timedelta(seconds=JOIN_TIMEOUT_S)
+        return TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def _leader_gone(error: BaseException) -> RankFailedError:
@@ -194,12 +224,7 @@ class ServerBoard:
 
     def read(self, key: str, *, task: str, timeout_s: float) -> Any:
         """Return what was posted; see ``Board``."""
-        try:
-            outcome = Outcome.from_bytes(self._get(f"{self._name}/{key}", timeout_s))
-        except DeadlineError as error:
-            raise DeadlineError(
-                f"{task} did not come within {timeout_s:g} s.", task=task
-            ) from error
+        outcome = Outcome.from_bytes(self._await(f"{self._name}/{key}", task, timeout_s))
         if outcome.is_failure:
             raise outcome.exception()
         return outcome.value
@@ -213,6 +238,19 @@ class ServerBoard:
         self._queue.put(None)
         self._sender.join(JOIN_TIMEOUT_S)
         self._server.close()
+
+    def _await(self, key: str, task: str, timeout_s: float) -> bytes:
+        """Wait for a value, and let signals be handled meanwhile."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                return self._get(key, min(max(left_s, 0.001), _SIGNALS_S))
+            except DeadlineError as error:
+                if left_s <= _SIGNALS_S:
+                    raise DeadlineError(
+                        f"{task} did not come within {timeout_s:g} s.", task=task
+                    ) from error
 
     def _send_all(self) -> None:
         while True:

@@ -15,7 +15,7 @@ from .keep import (
 )
 from .pins import is_pinned, list_pins, pin, unpin
 from .prune import Decision, PruneReport, decide, delete_checkpoint, prune, sweep
-from .publish import Claim, abandon, claim, point_latest, publish, withdraw
+from .publish import Claim, abandon, adopt, claim, point_latest, publish, withdraw
 from .scan import Found, RunView, State, read_manifest, scan
 from .sessions import (
     Origin,
@@ -56,6 +56,7 @@ __all__ = [
     "ValidationStatus",
     "VerifyReport",
     "abandon",
+    "adopt",
     "check_not_fenced",
     "claim",
     "decide",

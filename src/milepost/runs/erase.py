@@ -12,7 +12,8 @@ Two things must never be deleted:
   middle of its work finds that others have finished it, and ends. No store can look and delete in
   one step: a stop of that length between these two calls is what remains.
 - What Milepost did not make. A manifest lists its files; beside those only the names of our own
-  records go. The folder of an attempt was empty when it was claimed: all of it goes.
+  records go. The folder of an attempt was empty when it was claimed: all of it goes. It was not if
+  the claim says that it was adopted: then only the claim goes.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def _rule(store: Store, deleted: str) -> Callable[[str], bool]:
         return lambda path: _is_record(path) or _PART.fullmatch(path) is not None
     files = fields.get("files")
     if not isinstance(files, list):  # a claim
-        return lambda _: True
+        is_adopted = fields.get("adopted") is True
+        return lambda path: not is_adopted or path in (ATTEMPT, DELETED)
     listed = {entry.get("path") for entry in files if isinstance(entry, dict)}
     return lambda path: path in listed or _is_record(path)
 

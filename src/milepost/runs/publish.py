@@ -37,6 +37,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import (
     CheckpointError,
@@ -58,7 +59,7 @@ from .folders import candidates, check_folder, file_key
 from .manifests import read_manifest
 from .sessions import Session, check_not_fenced, read_run
 
-__all__ = ["Claim", "abandon", "claim", "point_latest", "publish", "withdraw"]
+__all__ = ["Claim", "abandon", "adopt", "claim", "point_latest", "publish", "withdraw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +106,8 @@ def claim(
     check_folder(name)
     _require_settled(session)
     _check_home(store, session)
-    write_id = secrets.token_hex(16)
-    fields = {
-        "format": FORMAT_VERSION,
-        "session": session.number,
-        "attempt": attempt,
-        "write_id": write_id,
-        "host": session.host,
-        "pid": session.pid,
-        "started_s": clock(),
-    }
+    fields = _claim_fields(session, attempt, clock())
+    write_id = fields["write_id"]
     tried = candidates(name, session.number, attempt)
     for folder in tried:
         if next(iter(store.list(folder)), None) is not None:
@@ -137,6 +130,63 @@ def claim(
         path=store.url,
         name=name,
     )
+
+
+def adopt(
+    store: Store,
+    session: Session,
+    folder: str,
+    attempt: int,
+    *,
+    clock: Callable[[], float] = time.time,
+) -> Claim:
+    """Take a folder with files that somebody else has written, to commit them where they are.
+
+    Should it never be committed, the claim goes and the files stay: they are not ours.
+
+    Args:
+        store: The run's store.
+        session: The settled session.
+        folder: The folder.
+        attempt: Number of the attempt; grows with every save of the session.
+        clock: Returns the seconds since 1970.
+
+    Raises:
+        UsageError: The name cannot name a checkpoint, or the session is not settled.
+        ExistsError: The folder holds a checkpoint, or belongs to another attempt.
+    """
+    check_folder(folder)
+    _require_settled(session)
+    _check_home(store, session)
+    fields = {**_claim_fields(session, attempt, clock()), "adopted": True}
+    held = Claim(folder, session.number, attempt, fields["write_id"])
+    taken = ExistsError(
+        f"{folder} at {store.url} is a checkpoint already, or an attempt at one.",
+        safe="It was not touched.",
+        hint="Write into a folder with a name of its own.",
+        path=store.url,
+        name=folder,
+    )
+    if any(_is_there(store, folder, file) for file in (MANIFEST, DELETED)):
+        raise taken
+    try:
+        store.put_new(file_key(folder, ATTEMPT), dump_record(fields))
+    except ExistsError:
+        if _claimed_by(store, folder) != held.write_id:
+            raise taken from None
+    return held
+
+
+def _claim_fields(session: Session, attempt: int, started_s: float) -> dict[str, Any]:
+    return {
+        "format": FORMAT_VERSION,
+        "session": session.number,
+        "attempt": attempt,
+        "write_id": secrets.token_hex(16),
+        "host": session.host,
+        "pid": session.pid,
+        "started_s": started_s,
+    }
 
 
 def publish(store: Store, session: Session, manifest: Manifest) -> None:

@@ -1,0 +1,548 @@
+"""``Reports``: one process's hold on a run that is reported to.
+
+    with Reports("runs/a", checkpoint_config=CheckpointConfig(num_to_keep=2)):
+        ...
+        report({"loss": 0.1}, checkpoint=Checkpoint.from_directory(folder))
+
+Rank 0 opens the run, as any writer does (see ``opening.py``), and settles what all ranks report
+(see ``coordinator.py``). The others take from it which session it is. No rank waits for another but
+where it must: at the opening for rank 0, and in a report with files for the report to be settled.
+The training's process group is used for nothing but finding rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint import Checkpoint, Place
+from ..engine.pending import PendingSave
+from ..errors import (
+    CheckpointError,
+    ExistsError,
+    FencedError,
+    MissingError,
+    SaveFailedError,
+    UsageError,
+)
+from ..exit_check import unwatch, watch
+from ..format.layout import session_key
+from ..liveness import beat
+from ..opening import Opening, Resume, WriterOptions
+from ..ranks.board import Board, LocalBoard
+from ..ranks.outcome import Outcome
+from ..ranks.solo import Solo
+from ..runs.manifests import ManifestCache, read_manifest
+from ..runs.scan import State, scan
+from ..runs.sessions import Origin, Session
+from ..stores.base import Store
+from ..stores.url import open_store
+from .commit import Committer, RunFacts
+from .config import CheckpointConfig, CheckpointConsistencyMode, CheckpointUploadMode
+from .context import TrainContext, ranks_here
+from .coordinator import Coordinator
+from .finished import is_finished, mark_finished
+from .history import History
+from .metrics import flatten, plain_metrics
+from .result import ReportedCheckpoint, Result, reported_checkpoints
+from .stack import Stack
+from .upload import Upload, Uploader, UploadFn
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Reports", "in_use"]
+
+_log = logging.getLogger("milepost")
+
+_MARGIN_S = 2.0
+_LEAVE_S = 10.0
+
+
+class Reports:
+    """A run that is reported to, in a script of one process or several.
+
+    Args:
+        folder: Folder of the run, or a store.
+        checkpoint_config: What is kept, and how long things may take.
+        resume: ``"auto"`` goes on from the newest whole checkpoint or starts afresh; ``"must"``
+            refuses to start afresh; ``"never"`` refuses a run that holds checkpoints.
+        if_finished: What is done about a run that has come to its end: ``"error"``, or
+            ``"continue"`` to report more to it.
+
+    Raises:
+        UsageError: An option that makes no sense.
+    """
+
+    def __init__(
+        self,
+        folder: Place | Store,
+        *,
+        checkpoint_config: CheckpointConfig | None = None,
+        resume: Resume = "auto",
+        if_finished: str = "error",
+        meet: tuple[str, int] | None = None,
+    ) -> None:
+        if if_finished not in ("error", "continue"):
+            raise UsageError(
+                f"if_finished={if_finished!r} is not known.", hint="Use 'error' or 'continue'."
+            )
+        self.config = checkpoint_config or CheckpointConfig()
+        self.store = open_store(_absolute(folder))
+        self._options = WriterOptions(resume=resume)
+        self._if_finished = if_finished
+        self._meet = meet
+        self._pid = os.getpid()
+        self._board: Board | None = None
+        self._facts: RunFacts | None = None
+        self._uploader: Uploader | None = None
+        self._coordinator: Coordinator | None = None
+        self._committer: Committer | None = None
+        self._history: History | None = None
+        self._manifests = ManifestCache()
+        self._lock = threading.Lock()
+        self._count = 0
+        self._num_asked = 0
+        self._num_failed = 0
+        self._newest: tuple[int, str | None] = (-1, None)
+        self._unsettled: list[PendingSave[Checkpoint]] = []
+        self._is_closed = False
+
+    # -- opening and closing -------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the run is open in this process."""
+        return self._facts is not None and not self._is_closed
+
+    @property
+    def context(self) -> TrainContext:
+        """Return who this worker is."""
+        url = self.store.url
+        return ranks_here(url.removeprefix("file://") if self.store.traits.is_local else url)
+
+    @property
+    def resumed_from(self) -> str | None:
+        """Return the name of the checkpoint that the run went on from, or ``None``."""
+        return None if self._facts is None else self._facts.resumed_from
+
+    def open(self) -> Self:
+        """Open the run. Every rank must; those but rank 0 wait for it.
+
+        Raises:
+            ExistsError: The run is finished; or it holds checkpoints and ``resume="never"``.
+            DamagedError: It holds checkpoints, and none of them is whole.
+            UsageError: There are several workers and no process group yet.
+            DeadlineError: Rank 0 did not open it.
+        """
+        if self._facts is not None:
+            self._require_open()
+            return self
+        self._require_same_process()
+        board = self._board = self._join()
+        try:
+            facts = self._open_here(board)
+        except BaseException as error:
+            self._leave_unopened(board, error)
+            raise
+        self._facts = facts
+        self._uploader = Uploader(self.store, board, self.config)
+        watch(self._unsettled, is_fatal=self.config.on_save_error == "raise")
+        return self
+
+    def close(self, *, is_well: bool = True) -> None:
+        """Wait for what is on its way, and leave the run. Closing twice is no error.
+
+        Args:
+            is_well: Whether the training ended well here. If it did on all ranks, the run counts
+                as finished.
+
+        Raises:
+            CheckpointError: A report failed that nobody was told about yet.
+        """
+        if self._facts is None or self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._leave(is_well=is_well)
+        finally:
+            self._settle_ended()
+            unwatch(self._unsettled)
+
+    def __enter__(self) -> Self:
+        self.open()
+        in_use.push(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        in_use.pop(self)
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(is_well=False)
+        except Exception as second:  # noqa: BLE001 - told beside the error that matters
+            _log.error("While ending after %s: %s", type(error).__name__, second)
+            if hasattr(error, "add_note"):
+                error.add_note(f"milepost: {second}")
+
+    # -- reporting -----------------------------------------------------------------------------
+
+    def report(
+        self,
+        metrics: Mapping[str, Any],
+        checkpoint: Checkpoint | None = None,
+        *,
+        checkpoint_dir_name: str | None = None,
+        checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+        delete_local_checkpoint_after_upload: bool | None = None,
+        checkpoint_upload_fn: UploadFn | None = None,
+        validation: Any = False,
+    ) -> PendingSave[Checkpoint] | None:
+        """Report metrics, and perhaps a checkpoint; see :func:`milepost.report`."""
+        self._require_open()
+        mode = CheckpointUploadMode(checkpoint_upload_mode)
+        _check_options(checkpoint, mode, checkpoint_upload_fn, validation)
+        with self._lock:
+            self._settle_ended(wait=checkpoint is not None)
+            self._count += 1
+            number = self._count
+            delete = delete_local_checkpoint_after_upload
+            work: Upload | None = None
+            try:
+                plain = plain_metrics(metrics)
+                flatten(plain)
+                if checkpoint is not None:
+                    assert self._uploader is not None
+                    work = self._uploader.prepare(
+                        number,
+                        checkpoint,
+                        is_uploaded=mode is CheckpointUploadMode.NO_UPLOAD,
+                        function=checkpoint_upload_fn,
+                        delete=mode is CheckpointUploadMode.ASYNC if delete is None else delete,
+                    )
+            except BaseException as error:
+                self._tell(number, error=error)
+                raise
+            offer = None
+            if work is not None:
+                offer = {**work.offer, "name": checkpoint_dir_name, "validation": None}
+            self._tell(number, metrics=plain, offer=offer)
+        beat()
+        if work is None:
+            return None
+        return self._begin(work, checkpoint_dir_name or f"report {number}", mode)
+
+    def get_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint; see :func:`milepost.get_checkpoint`."""
+        self._require_open()
+        if self._newest[0] != self._count:
+            self._newest = (self._count, self._ask(None))
+        name = self._newest[1]
+        return None if name is None else Checkpoint(self.store, name, state=State.COMMITTED)
+
+    def get_all_reported_checkpoints(
+        self,
+        consistency_mode: CheckpointConsistencyMode = CheckpointConsistencyMode.VALIDATED,
+        timeout_s: float | None = None,
+    ) -> list[ReportedCheckpoint]:
+        """Return what was reported; see :func:`milepost.get_all_reported_checkpoints`."""
+        self._require_open()
+        CheckpointConsistencyMode(consistency_mode)
+        self._ask(timeout_s)
+        return reported_checkpoints(self.store, scan(self.store))
+
+    def result(self) -> Result:
+        """Return the run as it is now."""
+        return Result.from_store(self.store, config=self.config)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _join(self) -> Board:
+        """Find the other ranks."""
+        if self._meet is not None:
+            context = ranks_here("")
+            if context.world_size == 1:
+                return LocalBoard()
+            from ..ranks.server import ServerBoard, meet_at
+
+            server = meet_at(*self._meet, rank=context.world_rank)
+            return ServerBoard(server, context.world_rank, context.world_size, "reports")
+        world_size = int(os.environ.get("WORLD_SIZE", "1") or "1")
+        if world_size == 1 and "torch" not in sys.modules:
+            return LocalBoard()  # there can be no process group
+        from ..ranks.team import StoreTeam, join_team
+
+        team = join_team()
+        return team.board("reports") if isinstance(team, StoreTeam) else LocalBoard()
+
+    def _open_here(self, board: Board) -> RunFacts:
+        if board.rank != 0:
+            return self._see_opened(board)
+        self._refuse_finished()
+        opening = Opening(self.store, self.store, self._options, Solo(), self._manifests)
+        opened = opening.open(lambda _: None, check=lambda _: None, origin=None)
+        base_number = 0
+        if opened.resumed_from is not None:
+            base_number = int(read_manifest(self.store, opened.resumed_from).time.get("report", 0))
+        facts = RunFacts(
+            session=opened.session,
+            resumed_from=opened.resumed_from,
+            base_number=base_number,
+            notes=opened.notes,
+        )
+        self._committer = Committer(
+            self.store,
+            facts,
+            policies=self.config.policies(),
+            manifests=self._manifests,
+            world_size=board.world_size,
+        )
+        self._committer.prune()
+        self._history = History(self.store, facts.session.number, self.config.to_json())
+        self._coordinator = Coordinator(
+            board,
+            self._committer,
+            self._history,
+            config=self.config,
+            base_number=base_number,
+        )
+        self._coordinator.start()
+        board.post("opened", asdict(facts))
+        return facts
+
+    def _see_opened(self, board: Board) -> RunFacts:
+        """Take the session from rank 0, and make sure that it is of the very place seen here."""
+        fields = board.read(
+            "opened", task="Rank 0 opening the run", timeout_s=self.config.report_timeout_s
+        )
+        session = fields["session"]
+        origin = session["origin"]
+        session = Session(**{**session, "origin": None if origin is None else Origin(**origin)})
+        try:
+            self.store.head(session_key(session.number))
+        except MissingError as error:
+            raise UsageError(
+                f"{self.store.url} is not the same place on every rank: this one does not see "
+                f"session {session.number}, which rank 0 has just opened there.",
+                safe="No checkpoint was touched.",
+                hint="Use a folder that all machines share.",
+                path=self.store.url,
+            ) from error
+        return RunFacts(**{**fields, "session": session, "notes": tuple(fields["notes"])})
+
+    def _refuse_finished(self) -> None:
+        if self._if_finished == "error" and is_finished(self.store):
+            raise ExistsError(
+                f"The run at {self.store.url} is finished.",
+                safe="It was not touched.",
+                hint="Read it with Result.from_path. To report more to it say "
+                'if_finished="continue"; to begin anew choose another folder.',
+                path=self.store.url,
+            )
+
+    def _leave_unopened(self, board: Board, error: BaseException) -> None:
+        """Leave after the run could not be opened, so that no rank waits for nothing."""
+        self._board = None
+        try:
+            if board.rank == 0:
+                board.post("opened", error=error)
+                left = {0}
+                while len(left) < board.world_size:
+                    messages = board.receive(_LEAVE_S)
+                    if not messages:
+                        break
+                    left |= {one["rank"] for one in messages if one["kind"] == "end"}
+            else:
+                board.send(_end(board.rank, is_well=False))
+                board.flush(_LEAVE_S)
+        except CheckpointError as second:
+            _log.info("Left the other ranks without a goodbye: %s", second)
+        finally:
+            board.close()
+
+    def _leave(self, *, is_well: bool) -> None:
+        board, config = self._board, self.config
+        assert board is not None
+        try:
+            for pending in list(self._unsettled):
+                pending.check_done(2 * config.upload_timeout_s)
+            board.send(_end(board.rank, is_well=is_well))
+            board.flush(_LEAVE_S)
+            if self._coordinator is not None:
+                assert self._history is not None
+                self._coordinator.join(2 * config.report_timeout_s + 2 * config.upload_timeout_s)
+                self._history.close(config.report_timeout_s)
+                self._finish()
+        finally:
+            board.close()
+
+    def _finish(self) -> None:
+        assert self._coordinator is not None
+        assert self._facts is not None
+        if self._coordinator.error is not None:
+            raise self._coordinator.error
+        if self._coordinator.are_all_well:
+            mark_finished(self.store, self._facts.session.number)
+
+    def _tell(
+        self,
+        number: int,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        offer: Mapping[str, Any] | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        board = self._board
+        assert board is not None
+        message: dict[str, Any] = {"kind": "report", "rank": board.rank, "n": number}
+        if board.rank == 0 and metrics is not None:
+            message["metrics"] = metrics
+        if offer is not None:
+            message["offer"] = offer
+        if error is not None:
+            outcome = Outcome.of_error(board.rank, f"make report {number}", error)
+            message["error"] = outcome.to_bytes()
+        board.send(message)
+
+    def _begin(
+        self, work: Upload, name: str, mode: CheckpointUploadMode
+    ) -> PendingSave[Checkpoint]:
+        pending: PendingSave[Checkpoint] = PendingSave(name)
+        self._unsettled.append(pending)
+        if mode is CheckpointUploadMode.ASYNC:
+            threading.Thread(
+                target=self._carry_out, args=(work, pending), name="milepost-report"
+            ).start()
+            return pending
+        self._carry_out(work, pending)
+        if isinstance(pending.unreported_error, Exception):
+            self._settle_ended()
+        elif pending.has_failed:
+            pending.wait()  # an interrupt
+        return pending
+
+    def _carry_out(self, work: Upload, pending: PendingSave[Checkpoint]) -> None:
+        assert self._uploader is not None
+        try:
+            checkpoint = self._uploader.carry_out(work)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            pending.fail(error)
+        else:
+            pending.name = checkpoint.name
+            pending.succeed(checkpoint)
+
+    def _settle_ended(self, *, wait: bool = False) -> None:
+        """Act on uploads that have ended, as ``on_save_error`` says.
+
+        Raises:
+            CheckpointError: With ``raise``: the error of the first one that failed.
+            SaveFailedError: With ``warn``: too many in a row failed.
+        """
+        if wait:
+            for pending in list(self._unsettled):
+                pending.check_done(2 * self.config.upload_timeout_s)
+        while self._unsettled and self._unsettled[0].done():
+            pending = self._unsettled.pop(0)
+            error = pending.unreported_error
+            if error is None:
+                self._num_failed = 0 if not pending.has_failed else self._num_failed
+                continue
+            pending.exception()
+            self._num_failed += 1
+            if self.config.on_save_error == "raise" or isinstance(error, FencedError):
+                raise error
+            _log.warning("The checkpoint of %s was not committed: %s", pending.name, error)
+            if self._num_failed > self.config.max_failed_saves:
+                raise SaveFailedError(
+                    f"{self._num_failed} reports in a row failed; the last one was {pending.name}.",
+                    safe="Checkpoints that were committed before are intact.",
+                    hint=f"The place is {self.store.url}.",
+                ) from error
+
+    def _ask(self, timeout_s: float | None) -> str | None:
+        """Return the newest checkpoint once it is known what came of this rank's reports."""
+        assert self._facts is not None
+        if self._count == 0:
+            return self._facts.resumed_from
+        board = self._board
+        assert board is not None
+        if timeout_s is None:
+            timeout_s = self.config.report_timeout_s + self.config.upload_timeout_s
+        self._num_asked += 1
+        key = f"answer/{board.rank}/{self._num_asked}"
+        message = {"kind": "ask", "rank": board.rank, "key": key, "up_to": self._count}
+        board.send({**message, "timeout_s": timeout_s})
+        try:
+            answer = board.read(
+                key, task="What came of the reports so far", timeout_s=timeout_s + _MARGIN_S
+            )
+        finally:
+            board.forget(key)
+        name: str | None = answer["name"]
+        return name
+
+    def _require_open(self) -> None:
+        self._require_same_process()
+        if not self.is_open:
+            raise UsageError(
+                "The run is not open.", hint="Use Reports in a with block, or call open()."
+            )
+
+    def _require_same_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "A forked child of the process that opened the run cannot report to it.",
+                safe="Nothing was written.",
+                hint="Report from the process that opened the run.",
+            )
+
+
+def _end(rank: int, *, is_well: bool) -> dict[str, Any]:
+    return {"kind": "end", "rank": rank, "is_well": is_well}
+
+
+def _absolute(folder: Place | Store) -> Place | Store:
+    if isinstance(folder, Store):
+        return folder
+    text = os.fspath(folder)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+
+
+def _check_options(
+    checkpoint: Checkpoint | None,
+    mode: CheckpointUploadMode,
+    function: UploadFn | None,
+    validation: Any,
+) -> None:
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+        raise UsageError(
+            f"checkpoint is a {type(checkpoint).__qualname__}.",
+            hint="Use Checkpoint.from_directory(folder).",
+        )
+    if function is not None and mode is CheckpointUploadMode.NO_UPLOAD:
+        raise UsageError(
+            "With NO_UPLOAD nothing is uploaded, and checkpoint_upload_fn would not be called.",
+            hint="Leave out one of the two.",
+        )
+    if validation and checkpoint is None:
+        raise UsageError("There is no checkpoint to validate.", hint="Report it with one.")
+    if validation:
+        raise UsageError(
+            "There is nothing to validate with.", hint="Pass a ValidationConfig where the run is."
+        )
+
+
+in_use: Stack[Reports] = Stack()
+"""What this process reports to."""
