@@ -9,30 +9,39 @@ import json
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor, Shard
 
+from milepost.engine import shares as shares_module
 from milepost.engine.arena import Arena
 from milepost.engine.plan import make_plan
 from milepost.engine.read import CheckpointSource
 from milepost.engine.shares import own_share
 from milepost.engine.stage import Stager
+from milepost.engine.tables import RankTables, directory
 from milepost.engine.together import Share
 from milepost.engine.write import file_job, write_files
+from milepost.errors import FormatError
 from milepost.format.manifest import FileEntry, Manifest
 from milepost.stores.memory import MemoryStore
 from milepost.stores.pages import page_memory
+from milepost.tensors.boxes import Box
 from milepost.tensors.pack import Leaf, PackedItem, pack_item
 
-from .simulated_ranks import Spec, as_held, mesh_sizes, placed, shapes, whole_tensor
+from .simulated_ranks import Spec, as_held, mesh_at, mesh_sizes, placed, shapes, whole_tensor
 
 State = dict[str, Spec]
 
@@ -58,11 +67,13 @@ def packed_by_rank(sizes: Sequence[int], state: State) -> list[list[PackedItem]]
 
 
 def shares(by_rank: list[list[PackedItem]]) -> list[list[Leaf]]:
-    """Return what each rank writes."""
+    """Return what each rank writes. In miniature: no piece is so small that it goes in a bundle."""
     world = len(by_rank)
-    return [
-        own_share(one, rank=rank, world_size=world)[0].leaves for rank, one in enumerate(by_rank)
-    ]
+    with mock.patch.object(shares_module, "_SMALL_BYTES", 0):
+        return [
+            own_share(one, rank=rank, world_size=world)[0].leaves
+            for rank, one in enumerate(by_rank)
+        ]
 
 
 def dcp_plans(sizes: Sequence[int], state: State) -> list[list[WriteItem]]:
@@ -222,6 +233,11 @@ def save(sizes: Sequence[int], state: State) -> CheckpointSource:
     return CheckpointSource(store, "c", manifest)
 
 
+def again(source: CheckpointSource) -> CheckpointSource:
+    """Return the same checkpoint as another reader opens it."""
+    return CheckpointSource(source._store, "c", source.manifest)
+
+
 @st.composite
 def two_layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], State, tuple[int, ...], State]:
     """The same tensors on two meshes, the first of at least two ranks."""
@@ -239,15 +255,18 @@ def test_any_layout_is_loaded_bit_for_bit_in_any_other(
 ) -> None:
     """Each rank of the second layout gets the bytes that it would have cut out of the whole."""
     first, saved, second, loaded = layouts
-    source = save(first, saved)
+    stored = save(first, saved)
     for rank in range(math.prod(second)):
+        source = again(stored)
         wholes = {name: whole_tensor(spec, n) for n, (name, spec) in enumerate(loaded.items())}
         right = {name: as_held(wholes[name], spec, second, rank) for name, spec in loaded.items()}
         held = {
             name: as_held(torch.zeros_like(wholes[name]), spec, second, rank)
             for name, spec in loaded.items()
         }
-        source.read([("model", name, tensor) for name, tensor in held.items()])
+        # What the index says is enough to find everything.
+        with mock.patch.object(RankTables, "read_all", side_effect=AssertionError):
+            source.read([("model", name, tensor) for name, tensor in held.items()])
         for name in loaded:
             found, wanted = (one[name] for one in (held, right))
             if loaded[name].placements is not None:
@@ -258,3 +277,86 @@ def test_any_layout_is_loaded_bit_for_bit_in_any_other(
                 .view(torch.uint8)
                 .equal(wanted.contiguous().reshape(-1).view(torch.uint8))
             ), name
+
+
+def test_an_index_that_leads_astray_costs_time_and_no_more() -> None:
+    """What the ranks say of what they wrote decides."""
+    state = {"a": Spec((6, 2), torch.float32, (0,)), "b": Spec((5000,), torch.float32, (None,))}
+    source = save((3,), state)
+    tables = source._of_ranks()
+    tables._where["model"] = {"a": {"rank": 1}, "b": {"rank": 2}}
+    for n, name in enumerate(state):
+        whole = whole_tensor(state[name], n)
+        found = torch.zeros_like(whole)
+        source.read([("model", name, found)])
+        assert found.view(torch.uint8).equal(whole.view(torch.uint8))
+
+
+def test_of_a_thousand_ranks_a_reader_opens_the_tables_it_needs() -> None:
+    """Its own for what it saved itself, one more for the counters, two where pieces are cut."""
+    mesh = mesh_at((1024,), 0)
+    state: dict[str, Tensor] = {
+        f"w{n}": DTensor.from_local(
+            torch.zeros(2, 3), mesh, [Shard(0)], run_check=False,
+            shape=torch.Size((2048, 3)), stride=(3, 1),
+        )
+        for n in range(3000)
+    }  # fmt: skip
+    state |= {f"step{n}": torch.zeros(()) for n in range(3000)}
+    item = pack_item("model", state)
+    grids, tensors = directory([item], world_size=1024)
+    index = {"items": {"model": {"home": "all", "tensors": tensors["model"]}}, "grids": grids}
+    read: list[int] = []
+
+    def table(rank: int) -> dict[str, Any]:
+        read.append(rank)
+        return {"model": {"pieces": []}}
+
+    def opened(*wanted: tuple[str, Box]) -> list[int]:
+        read.clear()
+        RankTables("c", json.loads(json.dumps(index)), 1024, table).locate(
+            ("model", key, box) for key, box in wanted
+        )
+        return read
+
+    own = [(f"w{n}", Box((1400, 0), (2, 3))) for n in range(3000)]
+    assert opened(*own) == [700]
+    counters = [(f"step{n}", Box((), ())) for n in range(3000)]
+    assert opened(*own, *counters) == [0, 700]
+    assert opened(("w5", Box((1401, 1), (2, 1)))) == [700, 701]
+    assert len(opened(("w5", Box((0, 0), (2048, 3))))) == 1024
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index["grids"].append([[2], [0], [[0, 0]]]),
+        lambda index: index["grids"].append([[2], [0, 9], [[0, 0]]]),
+        lambda index: index["grids"].append([[2], [0, 1], [[1, 0]]]),
+        lambda index: index["grids"].append([[2], [0, 1], [[0, 0], [0, 0]]]),
+        lambda index: index.update(grids={}),
+        lambda index: index["items"]["model"].update(tensors={}),
+        lambda index: index["items"]["model"]["tensors"].append(["x", "F32", [2]]),
+        lambda index: index["items"]["model"]["tensors"].append(["x", "F99", [2], None]),
+        lambda index: index["items"]["model"]["tensors"].append(["x", "F32", [-2], None]),
+        lambda index: index["items"]["model"]["tensors"].append(["x", "F32", [2], {"rank": 2}]),
+        lambda index: index["items"]["model"]["tensors"].append(["x", "F32", [2], {"grid": 1}]),
+        lambda index: index["items"]["model"]["tensors"].append(["x", "F32", [], {"grid": 0}]),
+        lambda index: index["items"]["model"]["tensors"].append(["a", "F32", [2], None]),
+    ],
+    ids=[
+        "fewer ranks", "ranks that are none", "a cut of no dimension", "two cuts by one", "no list",
+        "no list of tensors", "a short entry", "a code that is none", "a negative length",
+        "a rank that is none", "a grid that is none", "a cut of no dimension of it", "a name twice",
+    ],
+)  # fmt: skip
+def test_a_malformed_index_is_refused(change: Callable[[Any], None]) -> None:
+    """Whoever wrote it: the error is ours."""
+    index: dict[str, Any] = {
+        "items": {"model": {"home": "all", "tensors": [["a", "F32", [2], {"grid": 0}]]}},
+        "grids": [[[2], [0, 1], [[0, 0]]]],
+    }
+    RankTables("c", index, 2, lambda _: {})
+    change(index)
+    with pytest.raises(FormatError):
+        RankTables("c", index, 2, lambda _: {})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 from typer.testing import CliRunner
 
 import milepost as mp
@@ -129,15 +130,22 @@ def test_any_layout_goes_on_in_any_other(tmp_path: Path, then: str, now: str) ->
     assert [one.name for one in mp.open_run(tmp_path).checkpoints()] == ["ba2", "ba3"]
 
 
-def test_replicated_state_is_written_once_and_shared_out(tmp_path: Path) -> None:
-    """Every rank writes something, and the sum is that of one copy."""
+def test_replicated_state_is_written_once(tmp_path: Path) -> None:
+    """The sum over all ranks is that of one copy."""
     save(tmp_path, "ddp")
     manifest = mp.open_run(tmp_path).get("ba2").manifest
     assert manifest.world_size == 2
-    parts = {one.path for one in manifest.files if one.path.startswith("model")}
-    assert parts >= {"model-r00000.safetensors", "model-r00001.safetensors"}
-    weights = mp.open_run(tmp_path).get("ba2").load(["model"])["state"]["model"]
-    assert sum(value.numel() for value in weights.values()) == 6 * 8 + 8 + 8 * 3 + 3 + 3 + 1
+    parts = [one.path for one in manifest.files if one.path.startswith("model")]
+    headers = [safe_open(tmp_path / "ba2" / path, framework="pt") for path in parts]
+    found = sorted((key, tuple(one.get_tensor(key).shape)) for one in headers for key in one.keys())  # noqa: SIM118
+    assert found == [
+        ("0.bias", (8,)),
+        ("0.weight", (8, 6)),
+        ("2.bias", (3,)),
+        ("2.weight", (3, 8)),
+        ("3.bias", (1,)),
+        ("3.weight", (1, 3)),
+    ]
 
 
 def test_the_command_line_and_readers_see_the_whole(tmp_path: Path) -> None:

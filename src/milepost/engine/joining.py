@@ -27,7 +27,7 @@ _SHOWN = 8
 def join_trees(
     team: Team, whole: Sequence[PackedItem], own: Sequence[PackedItem], *, timeout_s: float
 ) -> dict[str, Any]:
-    """Return the trees of items that are spread, as all ranks have them together.
+    """Return the trees of items that are spread, as all ranks have them together; to the leader.
 
     Args:
         team: The ranks.

@@ -44,11 +44,13 @@ class StoredWhole:
         code: Dtype code in the container.
         shape: Shape of the whole in the container.
         pieces: Its pieces.
+        boxes: The boxes of those that were read from tables.
     """
 
     code: str
     shape: tuple[int, ...]
     pieces: list[Piece] = field(default_factory=list)
+    boxes: set[Box] = field(default_factory=set, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,8 @@ def read_rows(table: dict[str, StoredWhole], rows: Any, *, where: str) -> None:
         if (stored.code, stored.shape) != (code, whole):
             raise FormatError(f"{where}: ranks disagree about {key}.", path=where)
         # Where it cannot be known that two ranks hold the same, both may have written it.
-        if all(piece.box != box for piece in stored.pieces):
+        if box not in stored.boxes:
+            stored.boxes.add(box)
             stored.pieces.append(Piece(file, box, start, stop))
 
 

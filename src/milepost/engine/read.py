@@ -29,6 +29,7 @@ from ..stores.base import Reader, Store
 from ..stores.pages import page_memory
 from ..tensors.boxes import Box, local_box, local_tensor
 from .pieces import Cut, Piece, StoredWhole, cuts, read_rows
+from .tables import RankTables
 
 __all__ = ["CheckpointSource", "read_file"]
 
@@ -75,7 +76,7 @@ class CheckpointSource:
         self._folder = folder
         self._progress = progress
         self._index: Mapping[str, Any] | None = None
-        self._rank_indexes: dict[int, Mapping[str, Any]] = {}
+        self._rank_tables: RankTables | None = None
         self._tables: dict[str, dict[str, StoredWhole]] = {}
 
     @property
@@ -96,10 +97,14 @@ class CheckpointSource:
 
     def tensors(self, item: str) -> Mapping[str, TensorInfo]:
         """Return what each dense tensor of an item is."""
+        if self._is_shared(item):
+            return self._of_ranks().infos(item)
         return {k: TensorInfo(one.code, one.shape) for k, one in self._table(item).items()}
 
     def boxes(self, item: str) -> Mapping[str, list[Box]]:
         """Return in which pieces each dense tensor of an item is stored."""
+        if self._is_shared(item):
+            self._of_ranks().read_all()
         return {k: [piece.box for piece in one.pieces] for k, one in self._table(item).items()}
 
     def stood_at(self, item: str) -> list[str]:
@@ -112,11 +117,10 @@ class CheckpointSource:
     def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
         """Read tensors into existing ones. See ``StateSource.read``."""
         self.read_boxes(
-            (item, key, local_box(destination), local_tensor(destination))
-            for item, key, destination in wanted
+            [(item, key, local_box(live), local_tensor(live)) for item, key, live in wanted]
         )
 
-    def read_boxes(self, wanted: Iterable[tuple[str, str, Box, Tensor]]) -> None:
+    def read_boxes(self, wanted: Sequence[tuple[str, str, Box, Tensor]]) -> None:
         """Read boxes of tensors into memory of their shape and of the stored dtype.
 
         Args:
@@ -126,17 +130,33 @@ class CheckpointSource:
             DamagedError: Bytes that do not match their checksum.
             FormatError: The stored pieces do not cover a box exactly once.
         """
+        asked = [
+            (item, key, box)
+            for item, key, box, _ in wanted
+            if not box.is_empty and self._is_shared(item)
+        ]
+        if asked:
+            self._of_ranks().locate(asked)
         ranges: dict[str, list[_Range]] = defaultdict(list)
         copies: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
             for item, key, box, live in wanted:
-                stored = self._table(item)[key]
                 if not box.is_empty:
-                    for cut in cuts(stored, box, name=f"{self.name}: {item}/{key}"):
+                    for cut in self._cuts(item, key, box):
                         _add_range(ranges, copies, key, cut, box, live)
             _BlockReads(self._store, self._key, self.manifest, self._progress).run(ranges)
             for place, target in copies:
                 place.copy_(target)
+
+    def _cuts(self, item: str, key: str, box: Box) -> list[Cut]:
+        name = f"{self.name}: {item}/{key}"
+        try:
+            return cuts(self._table(item)[key], box, name=name)
+        except FormatError:
+            # Not where the index says: the tables of the ranks decide.
+            if not self._is_shared(item) or not self._of_ranks().read_all():
+                raise
+            return cuts(self._table(item)[key], box, name=name)
 
     def _key(self, path: str) -> str:
         return f"{self._folder}/{path}" if self._folder else path
@@ -155,35 +175,51 @@ class CheckpointSource:
         return self._of_rank(self.rank)[item]["tree"]
 
     def _of_rank(self, rank: int) -> Mapping[str, Any]:
-        """Return what one of several ranks wrote, by item."""
-        if rank not in self._rank_indexes:
-            file = rank_index(rank)
-            where = self._key(file)
-            data = read_file(self._store, where, self.manifest.file(file))
-            index = canonical.load(data, where=where)
-            self._rank_indexes[rank] = _check_rank_index(index, rank, self._items(), where)
-        items: Mapping[str, Any] = self._rank_indexes[rank]["items"]
+        """Read what one of several ranks wrote, by item."""
+        file = rank_index(rank)
+        where = self._key(file)
+        data = read_file(self._store, where, self.manifest.file(file))
+        index = canonical.load(data, where=where)
+        found = _check_rank_index(index, rank, self._items(), where)
+        items: Mapping[str, Any] = found["items"]
         return items
 
-    def _table(self, item: str) -> dict[str, StoredWhole]:
-        table = self._tables.get(item)
-        if table is None:
+    def _of_ranks(self) -> RankTables:
+        if self._rank_tables is None:
             self._items()
             assert self._index is not None
-            # One rank has a table too if it wrote a tensor in pieces.
-            is_shared = self.manifest.world_size > 1 or "ranks" in self._index
-            table = self._table_of_ranks(item) if is_shared else self._table_of_parts(item)
+            self._rank_tables = RankTables(
+                self.name, self._index, self.manifest.world_size, self._of_rank
+            )
+        return self._rank_tables
+
+    def _is_shared(self, item: str) -> bool:
+        """Return whether several ranks have written an item together."""
+        if item not in self._items():
+            raise MissingError(f"{self.name} holds no item {item!r}.")
+        return self._has_tables() and not self.is_per_rank(item)
+
+    def _has_tables(self) -> bool:
+        """Return whether there are tables of ranks: one rank has one if it wrote pieces."""
+        self._items()
+        assert self._index is not None
+        return self.manifest.world_size > 1 or "ranks" in self._index
+
+    def _table(self, item: str) -> dict[str, StoredWhole]:
+        """Return where the tensors of an item are; shared ones as far as was looked for."""
+        if self._is_shared(item):
+            return self._of_ranks().table(item)
+        table = self._tables.get(item)
+        if table is None:
+            is_own = self._has_tables()
+            table = self._table_of_own(item) if is_own else self._table_of_parts(item)
             self._tables[item] = table
         return table
 
-    def _table_of_ranks(self, item: str) -> dict[str, StoredWhole]:
-        if item not in self._items():
-            raise MissingError(f"{self.name} holds no item {item!r}.")
+    def _table_of_own(self, item: str) -> dict[str, StoredWhole]:
         table: dict[str, StoredWhole] = {}
-        is_own = self.is_per_rank(item)
-        for rank in [self.rank] if is_own else range(self.manifest.world_size):
-            where = f"{self.name}: {rank_index(rank)}, {item}"
-            read_rows(table, self._of_rank(rank)[item]["pieces"], where=where)
+        where = f"{self.name}: {rank_index(self.rank)}, {item}"
+        read_rows(table, self._of_rank(self.rank)[item]["pieces"], where=where)
         return table
 
     def _table_of_parts(self, item: str) -> dict[str, StoredWhole]:

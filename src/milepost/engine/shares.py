@@ -3,6 +3,8 @@
 A piece that several ranks hold is written by one of them. Which one follows from a rule that all of
 them apply to the same facts, so that nothing has to be agreed upon: the pieces held by the same set
 of ranks are given out one by one, the largest first, each to the rank that has the least so far.
+Small ones go in bundles: thousands of counters spread over a thousand ranks would have every reader
+open a thousand files.
 What is the leader's by nature, such as the running means of a batch norm, stays with the leader.
 """
 
@@ -14,7 +16,10 @@ from collections.abc import Iterable, Sequence
 
 from ..tensors.pack import Leaf, PackedItem
 
-__all__ = ["own_share", "owners"]
+__all__ = ["own_share", "owners", "owners_seen"]
+
+_SMALL_BYTES = 4096
+_BUNDLE_BYTES = 64 * 1024
 
 
 def owners(pieces: Sequence[tuple[str, int]], ranks: Sequence[int]) -> dict[str, int]:
@@ -30,11 +35,59 @@ def owners(pieces: Sequence[tuple[str, int]], ranks: Sequence[int]) -> dict[str,
     """
     loads = [(0, rank) for rank in sorted(ranks)]
     given: dict[str, int] = {}
-    for name, num_bytes in sorted(pieces, key=lambda piece: (-piece[1], piece[0])):
+    for num_bytes, names in _bundles(pieces):
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + max(num_bytes, 1), rank))
-        given[name] = rank
+        given.update(dict.fromkeys(names, rank))
     return given
+
+
+def _bundles(pieces: Sequence[tuple[str, int]]) -> list[tuple[int, list[str]]]:
+    """Return bytes and names of what is given out at once, the largest first."""
+    bundles = [(size, [name]) for name, size in pieces if size >= _SMALL_BYTES]
+    total = 0
+    names: list[str] = []
+    for name, size in sorted(piece for piece in pieces if piece[1] < _SMALL_BYTES):
+        if names and total + size > _BUNDLE_BYTES:
+            bundles.append((total, names))
+            total, names = 0, []
+        names.append(name)
+        total += size
+    if names:
+        bundles.append((total, names))
+    return sorted(bundles, key=lambda bundle: (-bundle[0], bundle[1]))
+
+
+def owners_seen(
+    items: Iterable[PackedItem], *, rank: int, world_size: int
+) -> dict[tuple[str, str], int]:
+    """Return which rank writes each leaf, by item and name in the part, where this one can tell.
+
+    It cannot tell of a piece that others hold and it does not.
+
+    Args:
+        items: The whole state, as this rank holds it.
+        rank: This rank.
+        world_size: The number of ranks.
+    """
+    groups: dict[tuple[int, ...], list[tuple[tuple[str, str], Leaf]]] = defaultdict(list)
+    seen: dict[tuple[str, str], int] = {}
+    for item in items:
+        for leaf in item.leaves:
+            name = (item.name, leaf.part_key)
+            if item.home == "each":
+                seen[name] = rank
+            elif item.home == "leader" or leaf.is_leaders or 0 in leaf.whole_shape:
+                holders = (leaf.replicas or ()) if item.home == "spread" else (0,)
+                seen.update({name: holders[0]} if holders else {})
+            elif leaf.replicas is None:
+                groups[tuple(range(world_size))].append((name, leaf))
+            elif rank in leaf.replicas and not leaf.box.is_empty:
+                groups[leaf.replicas].append((name, leaf))
+    for ranks, members in groups.items():
+        given = owners([("/".join(name), leaf.num_bytes) for name, leaf in members], ranks)
+        seen.update((name, given["/".join(name)]) for name, _ in members)
+    return seen
 
 
 def own_share(items: Iterable[PackedItem], *, rank: int, world_size: int) -> list[PackedItem]:
@@ -45,29 +98,13 @@ def own_share(items: Iterable[PackedItem], *, rank: int, world_size: int) -> lis
         rank: This rank.
         world_size: The number of ranks.
     """
-    groups: dict[tuple[int, ...], list[tuple[str, Leaf]]] = defaultdict(list)
-    mine: set[str] = set()
     packed = list(items)
-    for item in packed:
-        for leaf in item.leaves:
-            name = f"{item.name}/{leaf.part_key}"
-            if item.home == "each":
-                mine.add(name)
-            elif item.home == "leader" or leaf.is_leaders or 0 in leaf.whole_shape:
-                holders = (leaf.replicas or ()) if item.home == "spread" else (0,)
-                mine.update([name] if rank in holders[:1] else [])
-            elif leaf.replicas is None:
-                groups[tuple(range(world_size))].append((name, leaf))
-            elif rank in leaf.replicas and not leaf.box.is_empty:
-                groups[leaf.replicas].append((name, leaf))
-    for ranks, members in groups.items():
-        given = owners([(name, leaf.num_bytes) for name, leaf in members], ranks)
-        mine.update(name for name, owner in given.items() if owner == rank)
+    seen = owners_seen(packed, rank=rank, world_size=world_size)
     return [
         PackedItem(
             item.name,
             item.tree,
-            [leaf for leaf in item.leaves if f"{item.name}/{leaf.part_key}" in mine],
+            [leaf for leaf in item.leaves if seen.get((item.name, leaf.part_key)) == rank],
             home=item.home,
         )
         for item in packed

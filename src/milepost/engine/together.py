@@ -24,6 +24,7 @@ from ..ranks.solo import Team
 from ..tensors.pack import PackedItem
 from .pieces import piece_rows
 from .sameness import Marks, differing_groups, raise_differing
+from .tables import directory
 
 __all__ = ["Share", "agree"]
 
@@ -98,7 +99,7 @@ class Share:
             rank_index(rank): _json({"format": FORMAT_VERSION, "rank": rank, "items": table})
         }
         if rank == 0:
-            items = {
+            items: dict[str, dict[str, Any]] = {
                 item.name: {
                     "tree": self.joined.get(item.name, item.tree),
                     "files": [],
@@ -107,7 +108,10 @@ class Share:
                 }
                 for item in self.whole
             }
-            index = {"format": FORMAT_VERSION, "ranks": team, "items": items}
+            grids, tensors = directory(self.whole, world_size=team)
+            for name, rows in tensors.items():
+                items[name]["tensors"] = rows
+            index = {"format": FORMAT_VERSION, "ranks": team, "grids": grids, "items": items}
             documents[INDEX] = _json(index)
         return documents
 

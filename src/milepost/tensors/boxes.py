@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -26,13 +27,16 @@ __all__ = [
     "is_sharded",
     "local_box",
     "local_tensor",
+    "mesh_place",
     "mesh_ranks",
     "overlap",
     "replicas_of",
+    "root_mesh",
     "shape_of",
 ]
 
 
+Place = tuple[int, ...]
 _STAGES = ("pp", "pipe", "stage")
 """How the dimension of a mesh is called whose ranks hold different tensors."""
 
@@ -126,24 +130,32 @@ def local_box(value: Tensor) -> Box:
     """
     if not is_sharded(value):
         return Box.whole(value.shape)
+    dtensor: DTensor = value  # type: ignore[assignment]
+    mesh = dtensor.device_mesh
+    box = _box(mesh, tuple(dtensor.placements), tuple(dtensor.shape), mesh_place(mesh))
+    if box.sizes != tuple(dtensor._local_tensor.shape):
+        raise UnsupportedStateError(
+            f"A tensor has {list(dtensor._local_tensor.shape)} on this rank, where its placement "
+            f"{dtensor.placements} says {list(box.sizes)}.",
+        )
+    return box
+
+
+@lru_cache(maxsize=4096)
+def _box(
+    mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...], place: Place
+) -> Box:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    dtensor: DTensor = value  # type: ignore[assignment]
-    strange = [p for p in dtensor.placements if type(p) not in (Replicate, Shard)]
+    del place  # the mesh knows it by itself
+    strange = [p for p in placements if type(p) not in (Replicate, Shard)]
     if any(not _is_strided_shard(placement) for placement in strange):
         raise UnsupportedStateError(
-            f"A tensor is placed as {dtensor.placements}, which is no box of its values.",
+            f"A tensor is placed as {placements}, which is no box of its values.",
             hint="Redistribute it to Shard or Replicate before the save.",
         )
-    sizes, offsets = compute_local_shape_and_global_offset(
-        dtensor.shape, dtensor.device_mesh, dtensor.placements
-    )
-    if tuple(sizes) != tuple(dtensor._local_tensor.shape):
-        raise UnsupportedStateError(
-            f"A tensor has {list(dtensor._local_tensor.shape)} on this rank, where its placement "
-            f"{dtensor.placements} says {list(sizes)}.",
-        )
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     if 0 in sizes:
         return Box((0,) * len(sizes), tuple(sizes))
     return Box(tuple(offsets), tuple(sizes))
@@ -158,43 +170,65 @@ def replicas_of(value: Tensor) -> tuple[int, ...] | None:
     """
     if not is_sharded(value):
         return None
-    from torch.distributed.tensor import Replicate
-
     dtensor: DTensor = value  # type: ignore[assignment]
     mesh = dtensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()  # this rank has no part in the mesh
-    fixed = tuple(
-        slice(None) if type(placement) is Replicate else at
-        for placement, at in zip(dtensor.placements, coordinate, strict=True)
-    )
-    ranks = set(mesh.mesh[fixed].reshape(-1).tolist())
-    return tuple(sorted(ranks | _beside(mesh, ranks)))
+    return _replicas(mesh, tuple(dtensor.placements), tuple(coordinate), mesh_place(mesh))
 
 
-def mesh_ranks(value: Tensor) -> set[int]:
+def mesh_ranks(value: Tensor) -> frozenset[int]:
     """Return the ranks that hold a sharded tensor together, and those beside them."""
     mesh: DeviceMesh = value.device_mesh  # type: ignore[attr-defined]
-    ranks = set(mesh.mesh.reshape(-1).tolist())
-    return ranks | _beside(mesh, ranks)
+    return frozenset(_mesh_ranks(mesh, mesh_place(mesh)))
 
 
-def _beside(mesh: DeviceMesh, ranks: set[int]) -> set[int]:
-    """Return the ranks that differ from some only in dimensions of the whole mesh left out here."""
+def mesh_place(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return where this rank is in the whole mesh; empty if it is not there.
+
+    Meshes are equal on all ranks: what was found out for one of them is remembered by this too.
+    """
     whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-    names, kept = whole.mesh_dim_names or (), set(mesh.mesh_dim_names or ())
-    if whole is mesh or not names or not kept <= set(names):
-        return set()
-    found: set[int] = set()
-    for rank in ranks:
-        (place,) = (whole.mesh == rank).nonzero().tolist()
-        around = tuple(
-            at if name in kept or name.startswith(_STAGES) else slice(None)
-            for name, at in zip(names, place, strict=True)
-        )
-        found.update(whole.mesh[around].reshape(-1).tolist())
-    return found
+    return tuple(whole.get_coordinate() or ())
+
+
+def root_mesh(mesh: DeviceMesh) -> tuple[Tensor, list[int]]:
+    """Return the ranks of the mesh that a mesh was cut out of, and which of its dimensions it has.
+
+    Dimensions of stages are left out, at the place of this rank. A mesh that was not cut out of
+    another by the names of dimensions is returned itself.
+    """
+    whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    names, kept = whole.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    coordinate = whole.get_coordinate()
+    if whole is mesh or not names or not set(kept) <= set(names) or coordinate is None:
+        return mesh.mesh, list(range(mesh.mesh.dim()))
+    is_fixed = [name not in kept and name.startswith(_STAGES) for name in names]
+    fixed = tuple(at if fix else slice(None) for at, fix in zip(coordinate, is_fixed, strict=True))
+    left = [name for name, fix in zip(names, is_fixed, strict=True) if not fix]
+    return whole.mesh[fixed], [left.index(name) for name in kept]
+
+
+@lru_cache(maxsize=1024)
+def _replicas(
+    mesh: DeviceMesh, placements: tuple[Any, ...], coordinate: tuple[int, ...], place: Place
+) -> tuple[int, ...]:
+    from torch.distributed.tensor import Replicate
+
+    del place  # what lies beside the mesh depends on it
+    ranks, kept = root_mesh(mesh)
+    held: list[int | slice] = [slice(None)] * ranks.dim()
+    for at, placement in enumerate(placements):
+        if type(placement) is not Replicate:
+            held[kept[at]] = coordinate[at]
+    return tuple(sorted(ranks[tuple(held)].reshape(-1).tolist()))
+
+
+@lru_cache(maxsize=1024)
+def _mesh_ranks(mesh: DeviceMesh, place: Place) -> tuple[int, ...]:
+    del place
+    return tuple(root_mesh(mesh)[0].reshape(-1).tolist())
 
 
 def _is_strided_shard(placement: object) -> bool:

@@ -22,6 +22,7 @@ from ..errors import UnsupportedStateError
 from ..format import tree
 from .boxes import Box, is_sharded, local_box, local_tensor, mesh_ranks, replicas_of
 from .dtypes import CODES, dtype_name, named_dtype
+from .grids import Grid, grid_of
 
 __all__ = ["Holders", "Home", "Leaf", "PackedItem", "pack_item"]
 
@@ -57,6 +58,7 @@ class Leaf:
         box: Which piece of the whole it is, in the dimensions of the container.
         whole_shape: Shape of the whole in the container.
         replicas: The ranks that hold this very piece; ``None`` for all ranks.
+        grid: How the whole was dealt out, if that follows a rule.
         is_frozen: Whether it belongs to what the run does not train.
         is_leaders: Whether it is the leader's, though other ranks have something of that name.
     """
@@ -69,6 +71,7 @@ class Leaf:
     box: Box
     whole_shape: tuple[int, ...]
     replicas: tuple[int, ...] | None = None
+    grid: Grid | None = None
     is_frozen: bool = False
     is_leaders: bool = False
 
@@ -262,6 +265,7 @@ class _Packer:
                 box,
                 whole,
                 self._replicas(path, value),
+                grid_of(value),
             )
             self.aliases[key] = set()
             if is_sharded(value):
