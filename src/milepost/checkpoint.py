@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .convert.dcp_trees import DCP_METADATA
 from .copies.own import copy_to
 from .copies.shared import STALL_TIMEOUT_S, shared_copy
 from .errors import FormatError, MissingError, UsageError
@@ -452,8 +453,9 @@ def open_source(
     """Open the state at a place, whatever wrote it.
 
     Args:
-        place: What :func:`open_checkpoint` takes, or any ``.pt`` file.
-        trust: Whether a ``.pt`` file may run code when it is opened.
+        place: What :func:`open_checkpoint` takes, any ``.pt`` file, or a folder that
+            ``torch.distributed.checkpoint`` wrote.
+        trust: Whether what is no checkpoint of ours may run code when it is opened.
         rank: Whose state, where each rank has its own.
         progress: Called with the bytes of each block that is read.
 
@@ -466,6 +468,10 @@ def open_source(
         return open_checkpoint(place).source(rank=rank, progress=progress)
     except MissingError:
         path = Path(place).expanduser()
+        if (path / DCP_METADATA).is_file():
+            from .convert.dcp import DcpSource
+
+            return DcpSource(path, trust=trust)
         if not path.is_file():
             raise
     from .convert.torch_file import torch_file_source

@@ -21,9 +21,21 @@ from typing import Any
 from ..errors import FormatError, UnsupportedStateError
 from ..format import tree
 
-__all__ = ["Path", "Place", "Tree", "build_tree", "entries_of", "name_of", "place_all"]
+__all__ = [
+    "DCP_METADATA",
+    "Path",
+    "Place",
+    "Tree",
+    "build_tree",
+    "entries_of",
+    "name_of",
+    "place_all",
+]
 
 Path = tuple[str | int, ...]
+
+DCP_METADATA = ".metadata"
+"""The file by which a folder of DCP's is known."""
 
 _ITEM = re.compile(r"[A-Za-z0-9_]{1,64}")
 _MAX_HOLES = 1_000_000

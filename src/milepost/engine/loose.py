@@ -19,7 +19,7 @@ from ..stores.pages import page_memory
 from ..tensors.boxes import Box
 from .pieces import piece_rows
 from .stream import Fill, part_job
-from .write import FileJob, file_job, write_files
+from .write import NUM_THREADS, FileJob, file_job, write_files
 
 __all__ = ["LooseBox", "write_boxes", "write_index"]
 
@@ -58,7 +58,12 @@ class LooseBox:
 
 
 def write_boxes(
-    store: Store, folder: str, items: Mapping[str, Sequence[LooseBox]], *, rank: int | None
+    store: Store,
+    folder: str,
+    items: Mapping[str, Sequence[LooseBox]],
+    *,
+    rank: int | None,
+    num_threads: int = NUM_THREADS,
 ) -> list[FileEntry]:
     """Write what a rank has of each item, durably.
 
@@ -68,6 +73,7 @@ def write_boxes(
         items: The boxes of every item of the state, none for items that it has nothing of.
         rank: This rank; ``None`` where one process writes whole tensors, of which there is no
             table.
+        num_threads: How many threads write. One asks for the bytes in the order of the files.
 
     Returns:
         The files.
@@ -90,7 +96,7 @@ def write_boxes(
     if rank is not None:
         document = {"format": FORMAT_VERSION, "rank": rank, "items": table}
         jobs.append(_document(folder, rank_index(rank), document))
-    return write_files(store, jobs)
+    return write_files(store, jobs, num_threads=num_threads)
 
 
 def write_index(
