@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .format.tree import register_codec
+    from .importing import import_checkpoint
     from .launch import FailureConfig, LaunchResult, RunConfig, ScalingConfig, launch
     from .progress.time import Time, TimeUnit
     from .progress.timer import Timer
@@ -136,6 +137,7 @@ __all__ = [
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
+    "import_checkpoint",
     "launch",
     "open_run",
     "open_store",
@@ -152,6 +154,7 @@ _NAMES_OF_MODULES = {
     "MismatchError MissingError NewerFormatError NoSpaceError NodeLostError NonFiniteLossError "
     "Preempted RankFailedError SaveFailedError StorageError UnsupportedStateError UsageError",
     "format.tree": "register_codec",
+    "importing": "import_checkpoint",
     "launch": "FailureConfig LaunchResult RunConfig ScalingConfig launch",
     "progress.time": "Time TimeUnit",
     "progress.timer": "Timer",

@@ -1,13 +1,16 @@
-"""``milepost export``: a checkpoint as one file for other programs."""
+"""``milepost export``: a checkpoint as a file or folder for other programs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...errors import MissingError
+from ...convert.dcp_trees import DCP_METADATA
+from ...errors import MissingError, UsageError
 from ..places import locate, path_of
 from ..render import print_json, size_text
 
@@ -22,11 +25,16 @@ class Format(str, Enum):
 
     torch = "torch"
     safetensors = "safetensors"
+    dcp = "dcp"
 
 
 def export(
     checkpoint: Annotated[
-        str, typer.Argument(help="RUN/NAME, a run, a checkpoint's own folder, or any .pt file.")
+        str,
+        typer.Argument(
+            help="RUN/NAME, a run, a checkpoint's own folder, any .pt file, or a folder of "
+            "torch.distributed.checkpoint."
+        ),
     ],
     target: Annotated[
         str,
@@ -39,7 +47,8 @@ def export(
         Format,
         typer.Option(
             help="torch: the state in one .pt, optimizers by parameter name. "
-            "safetensors: the weights of one model."
+            "safetensors: the weights of one model. "
+            "dcp: a new folder for torch.distributed.checkpoint."
         ),
     ],
     only: Annotated[
@@ -47,26 +56,43 @@ def export(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Let a .pt file run code. Only for your own files.")
+        bool, typer.Option("--trust", help="Let a foreign file run code. Only for your own files.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object.")] = False,
 ) -> None:
-    """Write a checkpoint as one file. Every byte is checked on the way."""
+    """Write a checkpoint for other programs. Every byte of ours is checked on the way."""
     name, source = _open(checkpoint, trust=trust)
     from ...convert.export import export_checkpoint
     from ...engine.save import layout_state
     from ...state.source import load_item
 
     wanted = only or (["model"] if to is Format.safetensors else list(source.trees))
-    state = layout_state({item: load_item(source, item) for item in wanted})
-    path = export_checkpoint(
-        state, path_of(target), to=to.value, items=wanted, name=name, overwrite=overwrite
-    )
-    num_bytes = path.stat().st_size
+    found = {item: load_item(source, item) for item in wanted}
+    if to is Format.dcp:
+        path = _export_folder(found, path_of(target), overwrite=overwrite)
+    else:
+        path = export_checkpoint(
+            layout_state(found),
+            path_of(target),
+            to=to.value,
+            items=wanted,
+            name=name,
+            overwrite=overwrite,
+        )
+    files = path.iterdir() if path.is_dir() else [path]
+    num_bytes = sum(file.stat().st_size for file in files)
     if as_json:
         print_json({"path": str(path), "bytes": num_bytes, "items": wanted, "format": to.value})
     else:
         print(f"{path} ({size_text(num_bytes)})")
+
+
+def _export_folder(state: Mapping[str, Any], target: Path, *, overwrite: bool) -> Path:
+    if overwrite:
+        raise UsageError("A folder is not replaced.", hint="Choose a name that is not taken.")
+    from ...integrations.dcp.export import export_folder
+
+    return export_folder(state, target)
 
 
 def _open(place: str, *, trust: bool) -> tuple[str, StateSource]:
@@ -75,9 +101,13 @@ def _open(place: str, *, trust: bool) -> tuple[str, StateSource]:
         checkpoint = locate(place).checkpoint
         return checkpoint.name.rpartition("/")[2], checkpoint.source()
     except MissingError:
-        if not path_of(place).is_file():
+        path = path_of(place)
+        if (path / DCP_METADATA).is_file():
+            from ...convert.dcp import DcpSource
+
+            return path.name, DcpSource(path, trust=trust)
+        if not path.is_file():
             raise
     from ...convert.torch_file import torch_file_source
 
-    path = path_of(place)
     return path.name.partition(".pt")[0], torch_file_source(path, trust=trust)
