@@ -225,9 +225,14 @@ class NodeLostError(CheckpointError):
 
 
 class LaunchFailedError(CheckpointError):
-    """A worker failed, and no attempt is left. ``facts["result"]`` is the ``LaunchResult``."""
+    """A worker failed, and no attempt is left."""
 
     kind = "launch_failed"
+
+    @property
+    def result(self) -> Any:
+        """Return the ``LaunchResult``: what every attempt did, and what is kept."""
+        return self.facts.get("result")
 
 
 class Preempted(SystemExit):

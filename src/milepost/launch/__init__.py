@@ -15,7 +15,8 @@ from .config import RunConfig, ScalingConfig
 from .failures import WorkerFailure
 from .policy import Ending, FailureConfig
 from .ray import RayEngine
-from .recovery import LaunchResult, launch
+from .recovery import launch
+from .result import LaunchResult
 
 __all__ = [
     "AttemptResult",

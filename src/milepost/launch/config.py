@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..errors import UsageError
+from ..reporting.config import CheckpointConfig
 from .policy import FailureConfig
 
 __all__ = ["RunConfig", "ScalingConfig"]
@@ -20,14 +22,15 @@ class ScalingConfig:
 
     Attributes:
         num_workers: The number, or the fewest and the most. Each attempt starts as many as are
-            available, at most the latter.
+            available, at most the latter. 0 calls the function in this very process: under
+            ``torchrun`` in each of its processes.
     """
 
     num_workers: int | tuple[int, int] = 1
 
     def __post_init__(self) -> None:
         fewest, most = self.bounds
-        if not 1 <= fewest <= most:
+        if self.num_workers != 0 and not 1 <= fewest <= most:
             raise UsageError(
                 f"ScalingConfig(num_workers={self.num_workers!r}) makes no sense.",
                 hint="Give a number from 1 on, or the fewest and the most: num_workers=(2, 4).",
@@ -49,14 +52,19 @@ class RunConfig:
 
     Attributes:
         storage_path: A folder on this machine.
-        name: Name of the run, a folder below ``storage_path``.
+        name: Name of the run, a folder below ``storage_path``. It is what the function reports to.
         failure_config: What is done about workers that fail.
+        checkpoint_config: Which of the reported checkpoints are kept.
+        if_finished: What is done if all that the run was to do has been reported to it: ``return``
+            its result and start nothing, ``continue`` from its newest checkpoint, or ``error``.
         grace_s: Seconds that workers get to save and end when the launcher is asked to end.
     """
 
     storage_path: str | os.PathLike[str] = "runs"
     name: str = "launched"
     failure_config: FailureConfig = field(default_factory=FailureConfig)
+    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
+    if_finished: str = "return"
     grace_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -73,5 +81,15 @@ class RunConfig:
                 hint="Use letters, digits and '._+=@,~-', not beginning with '.' or '-'.",
                 name=self.name,
             )
+        if self.if_finished not in ("return", "continue", "error"):
+            raise UsageError(
+                f"if_finished={self.if_finished!r} is not known.",
+                hint="Use 'return', 'continue' or 'error'.",
+            )
         if not self.grace_s >= 0:
             raise UsageError(f"grace_s={self.grace_s!r} is no number of seconds.")
+
+    @property
+    def place(self) -> Path:
+        """Return the folder of the run."""
+        return Path(self.storage_path, self.name).absolute()

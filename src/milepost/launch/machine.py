@@ -7,6 +7,7 @@ import sys
 from types import TracebackType
 
 from ..processes.keeping import Keeper
+from ..reporting.current import MEET
 from .engine import Events, Plan
 from .environment import LOOPBACK, HeldPort, Spot, environment_of
 from .workers import Workers
@@ -44,6 +45,9 @@ class LocalEngine:
         assert self._keeper is not None
         port = HeldPort(self._ports)
         self._ports.append(port.number)
+        # Reports need no process group of the training's, so they have a port of their own.
+        meeting = HeldPort(self._ports)
+        self._ports.append(meeting.number)
         num = plan.num_workers
         spots = [
             Spot(
@@ -51,6 +55,11 @@ class LocalEngine:
             )
             for rank in range(num)
         ]
+
+        def let_go() -> None:
+            port.close()
+            meeting.close()
+
         return Workers(
             [sys.executable, "-u", "-m", "milepost.launch.worker", *plan.arguments],
             {
@@ -59,12 +68,12 @@ class LocalEngine:
                     plan=plan,
                     address=(LOOPBACK, port.number),
                     launch_folder=plan.folder,
-                    base=os.environ,
+                    base={**os.environ, MEET: f"{LOOPBACK}:{meeting.number}"},
                 )
                 for spot in spots
             },
             folder=plan.attempt_folder,
             events=events,
             keeper=self._keeper,
-            on_close=port.close,
+            on_close=let_go,
         )

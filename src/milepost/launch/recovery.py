@@ -9,48 +9,30 @@ from __future__ import annotations
 import json
 import os
 import queue
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, LaunchFailedError, Preempted, UsageError, storage_error
 from ..liveness import Commit
+from ..reporting.current import REPORTS, environment_of_reports
 from .attempt import AttemptResult, Limits, run_attempt
 from .config import RunConfig, ScalingConfig
 from .engine import Engine, Event, Group, Plan
 from .entry import Entry, function_entry, script_entry
 from .environment import check_outside
 from .failures import WorkerFailure, signature_of
+from .here import finished_result, run_here
 from .machine import LocalEngine
 from .policy import AttemptEnd, Ending, FailurePolicy, Restart, Stop
+from .result import LaunchResult, launch_result
 from .signals import LauncherSignals
-from .summary import attempt_text, end_text
+from .summary import attempt_text, end_text, say
 
 __all__ = ["LaunchResult", "launch"]
 
 _FOLDER = ".launches"  # a name that no checkpoint has, so that it may stand in a run's folder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchResult:
-    """How a launch went.
-
-    Attributes:
-        attempts: Every attempt, in order.
-        return_value: What the function returned on rank 0; ``None`` for a script.
-        error: What ended the last attempt; ``None`` if it finished.
-        checkpoint: Name of the newest acknowledged checkpoint that was noted, or ``None``.
-        folder: Folder of the launch: ``attempt-1/rank-0.log`` and so on.
-    """
-
-    attempts: tuple[AttemptResult, ...]
-    return_value: Any
-    error: WorkerFailure | None
-    checkpoint: str | None
-    folder: Path
 
 
 def launch(
@@ -67,7 +49,9 @@ def launch(
 
     Every worker is a process with the environment that ``torchrun`` gives. If one fails, all are
     ended and, as ``FailureConfig`` allows, started again; the training must go on from its newest
-    checkpoint, as it does with ``Checkpointer`` and ``Trainer``.
+    checkpoint, as it does with ``Checkpointer`` and ``Trainer``. What it reports with
+    :func:`milepost.report` goes to the run that ``run`` names, and :func:`milepost.get_checkpoint`
+    returns the newest checkpoint there.
 
     SIGTERM, SIGINT and SIGUSR1 are passed on to the workers, which get ``grace_s`` to save and end.
 
@@ -82,17 +66,23 @@ def launch(
             cluster; or a ``RayEngine`` with options.
 
     Returns:
-        What the workers did. Nothing is left running.
+        What the workers did and reported. Nothing is left running.
 
     Raises:
-        LaunchFailedError: A worker failed and no attempt is left. ``facts["result"]`` is the
+        LaunchFailedError: A worker failed and no attempt is left. Its ``result`` is the
             ``LaunchResult``.
+        ExistsError: The run is finished, and ``if_finished="error"``.
         Preempted: The launcher was asked to end, and the workers have ended.
         UsageError: The function cannot be imported by workers.
         UnsupportedStateError: JSON cannot hold the config.
     """
     check_outside()
-    run = run or RunConfig()
+    run, scaling = run or RunConfig(), scaling or ScalingConfig()
+    finished = finished_result(run)
+    if finished is not None:
+        return finished
+    if scaling.num_workers == 0:
+        return run_here(train, config, run=run)
     if callable(train):
         if arguments:
             raise UsageError("A function takes no arguments.", hint="Give it a config.")
@@ -103,7 +93,7 @@ def launch(
         entry = script_entry(train, arguments)
     return _Launch(
         entry,
-        scaling=scaling or ScalingConfig(),
+        scaling=scaling,
         run=run,
         available=available,
         engine=_engine_of(engine),
@@ -137,7 +127,7 @@ class _Launch:
 
     def run(self) -> LaunchResult:
         """Make attempts until one finishes or none is left."""
-        self._folder = _create_folder(Path(self._config.storage_path, self._config.name))
+        self._folder = _create_folder(self._config.place)
         given = {"config": self._entry.config, "sys_path": self._entry.sys_path}
         _write(self._folder / "config.json", json.dumps(given))
         with self._signals, self._engine as engine:
@@ -146,7 +136,7 @@ class _Launch:
                 if attempt.ending is Ending.DONE:
                     break
                 self._after(attempt)
-        _say(end_text(tuple(self._attempts)))
+        say(end_text(tuple(self._attempts)))
         return self._result()
 
     def _attempt(self, engine: Engine) -> AttemptResult:
@@ -181,6 +171,11 @@ class _Launch:
             folder=self._folder,
             place=str(Path(self._config.storage_path).absolute()),
             max_failures=self._config.failure_config.max_failures,
+            variables={
+                REPORTS: environment_of_reports(
+                    str(self._config.place), self._config.checkpoint_config
+                )
+            },
         )
         if plan.num_workers < fewest:
             return plan, None
@@ -220,7 +215,7 @@ class _Launch:
             signature="" if cause is None else signature_of(cause),
         )
         decision = self._policy.decide(end, now_s=time.monotonic())
-        _say(attempt_text(attempt, newest=self._newest, decision=decision))
+        say(attempt_text(attempt, newest=self._newest, decision=decision))
         if isinstance(decision, Stop):
             self._fail(attempt, decision)
         else:
@@ -249,7 +244,7 @@ class _Launch:
 
     def _leave(self, attempt: AttemptResult) -> None:
         assert self._signals.received is not None
-        _say(attempt_text(attempt, newest=self._newest, decision=None))
+        say(attempt_text(attempt, newest=self._newest, decision=None))
         name = None if self._newest is None else self._newest.name
         raise Preempted(self._signals.received, name)
 
@@ -272,18 +267,19 @@ class _Launch:
         last = self._attempts[-1]
         value = last.folder / "result.json"
         has_value = last.ending is Ending.DONE and value.exists()
-        result = LaunchResult(
+        result = launch_result(
+            self._config,
             attempts=tuple(self._attempts),
             return_value=json.loads(value.read_text(encoding="utf-8")) if has_value else None,
             error=last.cause,
-            checkpoint=None if self._newest is None else self._newest.name,
+            last_commit=None if self._newest is None else self._newest.name,
             folder=self._folder,
         )
-        record = json.dumps(asdict(result), indent=1, default=str)
+        record = json.dumps(result.to_json(), indent=1, default=str)
         try:
             _write(self._folder / "result.json", record + "\n")
         except CheckpointError as error:
-            _say(f"milepost: the record of the launch is missing. {error}")
+            say(f"milepost: the record of the launch is missing. {error}")
         return result
 
 
@@ -343,7 +339,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise storage_error(error, operation="write", path=str(path)) from error
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - for the person who launched

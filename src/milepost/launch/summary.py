@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
 from ..liveness import Commit
 from .attempt import AttemptResult
 from .policy import Ending, Restart, Stop
 
-__all__ = ["attempt_text", "end_text", "progress_text"]
+__all__ = ["attempt_text", "end_text", "progress_text", "say"]
 
 _MAX_FOLLOWERS = 4
+
+
+def say(text: str) -> None:
+    """Tell the person who launched."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - data goes to standard output
 
 
 def attempt_text(

@@ -3,9 +3,10 @@
     python -m milepost.launch.worker module:function
     python -m milepost.launch.worker --script train.py arguments ...
 
-Around the user's code it does five things: it dies with its launcher, prints the stack of all
+Around the user's code it does six things: it dies with its launcher, prints the stack of all
 threads on SIGUSR2 and on a crash, writes down what was raised, tells the launcher of it (since a
-process that has failed may still hang on its way out), and writes the result of rank 0.
+process that has failed may still hang on its way out), leaves the run that was reported to, and
+writes the result of rank 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..errors import UsageError
 from ..liveness import flush_beat
@@ -42,6 +43,8 @@ class _FinalError(Exception):
 def main(arguments: list[str]) -> None:
     """Run what the arguments name; end the process with 1 if it raises."""
     end_with_parent(int(os.environ["MILEPOST_LAUNCHER_PID"]))
+    # What this process starts inherits the environment, and must not report in its name.
+    os.environ["MILEPOST_REPORTS_PID"] = str(_PID)
     faulthandler.enable()
     if hasattr(signal, "SIGUSR2"):
         faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -53,21 +56,48 @@ def main(arguments: list[str]) -> None:
 
 def _guarded(run: Callable[[], None]) -> None:
     try:
-        run()
+        _run_and_leave(run)
     except _FinalError as final:
         _tell(1, final.error, is_final=True)
+        _leave_after_failure()
         _end_with(final.error)
     except SystemExit as error:
         if error.code in PREEMPTED_CODES:
             _tell(int(error.code), None)
         elif error.code not in (None, 0):
             _tell(1, error)
+        _leave_after_failure()
         raise
     except Exception as error:  # noqa: BLE001 - written down, printed, and ends the process
         _tell(1, error)
+        _leave_after_failure()
         _end_with(error)
     finally:
         flush_beat()
+
+
+def _run_and_leave(run: Callable[[], None]) -> None:
+    try:
+        run()
+    except SystemExit as error:
+        if error.code in (None, 0):
+            _leave_reports()
+        raise
+    _leave_reports()
+
+
+def _leave_reports(value: Any = None, *, is_well: bool = True) -> None:
+    """Leave the run that the user's code reported to, if it did."""
+    used = sys.modules.get("milepost.reporting.current")
+    if used is not None and os.getpid() == _PID:
+        used.close_current(is_well=is_well, value=value)
+
+
+def _leave_after_failure() -> None:
+    try:
+        _leave_reports(is_well=False)
+    except Exception as error:  # noqa: BLE001 - told beside the error that matters
+        sys.stderr.write(f"milepost: while leaving the run: {error}\n")
 
 
 def _end_with(error: Exception) -> NoReturn:
@@ -94,11 +124,13 @@ def _run_function(reference: str) -> None:
         raise _FinalError(error) from error
     result = call(function, given["config"])
     if os.environ["RANK"] != "0":
+        _leave_reports()
         return
     try:
         check_json(result, "the return value")
     except TypeError as error:
         raise _FinalError(error) from error
+    _leave_reports(result)
     attempt = folder / f"attempt-{os.environ['MILEPOST_ATTEMPT']}"
     (attempt / "result.json").write_text(json.dumps(result), encoding="utf-8")
 

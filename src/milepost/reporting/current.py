@@ -17,6 +17,9 @@ from .session import Reports, in_use
 from .upload import UploadFn
 
 __all__ = [
+    "MEET",
+    "REPORTS",
+    "REPORTS_PID",
     "close_current",
     "environment_of_reports",
     "get_all_reported_checkpoints",
@@ -25,10 +28,13 @@ __all__ = [
     "report",
 ]
 
-PLACE = "MILEPOST_REPORTS"
+REPORTS = "MILEPOST_REPORTS"
 """Environment variable of a launched worker: where its run is and what was configured, as JSON."""
 
-PID = "MILEPOST_REPORTS_PID"
+MEET = "MILEPOST_MEET"
+"""Environment variable of a launched worker: where rank 0 listens for reports, ``host:port``."""
+
+REPORTS_PID = "MILEPOST_REPORTS_PID"
 """Environment variable: the process that it is meant for, which has set this one itself."""
 
 
@@ -134,14 +140,14 @@ def environment_of_reports(place: str, config: CheckpointConfig) -> str:
     return json.dumps({"place": place, "config": config.to_json()})
 
 
-def close_current(*, is_well: bool) -> None:
-    """Close what a launched worker reported to, if it did.
+def close_current(*, is_well: bool, value: Any = None) -> None:
+    """Close what a launched worker reported to, if it did; see ``Reports.close``.
 
     Raises:
         CheckpointError: A report failed that nobody was told about yet.
     """
     while in_use.items:
-        in_use.items.pop().close(is_well=is_well)
+        in_use.items.pop().close(is_well=is_well, value=value)
 
 
 def _current(asked: str) -> Reports:
@@ -153,7 +159,7 @@ def _current(asked: str) -> Reports:
                 hint='Call it in a function that milepost.launch runs, or in a "with '
                 'milepost.Reports(folder):" block.',
             )
-        host, _, port = os.environ.get("MILEPOST_MEET", "").rpartition(":")
+        host, _, port = os.environ.get(MEET, "").rpartition(":")
         in_use.push(
             Reports(
                 settings["place"],
@@ -167,8 +173,8 @@ def _current(asked: str) -> Reports:
 
 def _settings() -> dict[str, Any] | None:
     """Return what the launcher of this very process has set, if one has."""
-    text = os.environ.get(PLACE)
-    if not text or os.environ.get(PID) != str(os.getpid()):
+    text = os.environ.get(REPORTS)
+    if not text or os.environ.get(REPORTS_PID) != str(os.getpid()):
         return None
     found: dict[str, Any] = json.loads(text)
     return found

@@ -17,38 +17,28 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Checkpoint, Place
 from ..engine.pending import PendingSave
 from ..errors import (
-    CheckpointError,
-    ExistsError,
     FencedError,
-    MissingError,
     SaveFailedError,
     UsageError,
 )
 from ..exit_check import unwatch, watch
-from ..format.layout import session_key
 from ..liveness import beat
-from ..opening import Opening, Resume, WriterOptions
+from ..opening import Resume, WriterOptions
 from ..ranks.board import Board, LocalBoard
 from ..ranks.outcome import Outcome
-from ..ranks.solo import Solo
-from ..runs.manifests import ManifestCache, read_manifest
 from ..runs.scan import State, scan
-from ..runs.sessions import Origin, Session
 from ..stores.base import Store
 from ..stores.url import open_store
-from .commit import Committer, RunFacts
+from .commit import RunFacts
 from .config import CheckpointConfig, CheckpointConsistencyMode, CheckpointUploadMode
 from .context import TrainContext, ranks_here
-from .coordinator import Coordinator
-from .finished import is_finished, mark_finished
-from .history import History
+from .leader import Leader, leave, leave_unopened, refuse_finished, see_opened
 from .metrics import flatten, plain_metrics
 from .result import ReportedCheckpoint, Result, reported_checkpoints
 from .stack import Stack
@@ -102,10 +92,7 @@ class Reports:
         self._board: Board | None = None
         self._facts: RunFacts | None = None
         self._uploader: Uploader | None = None
-        self._coordinator: Coordinator | None = None
-        self._committer: Committer | None = None
-        self._history: History | None = None
-        self._manifests = ManifestCache()
+        self._leader: Leader | None = None
         self._lock = threading.Lock()
         self._count = 0
         self._num_asked = 0
@@ -149,19 +136,21 @@ class Reports:
         try:
             facts = self._open_here(board)
         except BaseException as error:
-            self._leave_unopened(board, error)
+            self._board = None
+            leave_unopened(board, error)
             raise
         self._facts = facts
         self._uploader = Uploader(self.store, board, self.config)
         watch(self._unsettled, is_fatal=self.config.on_save_error == "raise")
         return self
 
-    def close(self, *, is_well: bool = True) -> None:
+    def close(self, *, is_well: bool = True, value: Any = None) -> None:
         """Wait for what is on its way, and leave the run. Closing twice is no error.
 
         Args:
             is_well: Whether the training ended well here. If it did on all ranks, the run counts
                 as finished.
+            value: What the training returned; that of rank 0 is kept with a finished run.
 
         Raises:
             CheckpointError: A report failed that nobody was told about yet.
@@ -170,7 +159,7 @@ class Reports:
             return
         self._is_closed = True
         try:
-            self._leave(is_well=is_well)
+            self._leave(value, is_well=is_well)
         finally:
             self._settle_ended()
             unwatch(self._unsettled)
@@ -189,7 +178,15 @@ class Reports:
         in_use.pop(self)
         if error is None:
             self.close()
-            return
+        else:
+            self.close_after(error)
+
+    def close_after(self, error: BaseException) -> None:
+        """Leave the run after an error, which is the one to see; what fails now is told beside it.
+
+        Args:
+            error: What ended the training.
+        """
         try:
             self.close(is_well=False)
         except Exception as second:  # noqa: BLE001 - told beside the error that matters
@@ -289,112 +286,23 @@ class Reports:
 
     def _open_here(self, board: Board) -> RunFacts:
         if board.rank != 0:
-            return self._see_opened(board)
-        self._refuse_finished()
-        opening = Opening(self.store, self.store, self._options, Solo(), self._manifests)
-        opened = opening.open(lambda _: None, check=lambda _: None, origin=None)
-        base_number = 0
-        if opened.resumed_from is not None:
-            base_number = int(read_manifest(self.store, opened.resumed_from).time.get("report", 0))
-        facts = RunFacts(
-            session=opened.session,
-            resumed_from=opened.resumed_from,
-            base_number=base_number,
-            notes=opened.notes,
-        )
-        self._committer = Committer(
-            self.store,
-            facts,
-            policies=self.config.policies(),
-            manifests=self._manifests,
-            world_size=board.world_size,
-        )
-        self._committer.prune()
-        self._history = History(self.store, facts.session.number, self.config.to_json())
-        self._coordinator = Coordinator(
-            board,
-            self._committer,
-            self._history,
-            config=self.config,
-            base_number=base_number,
-        )
-        self._coordinator.start()
-        board.post("opened", asdict(facts))
-        return facts
+            return see_opened(self.store, board, timeout_s=self.config.report_timeout_s)
+        if self._if_finished == "error":
+            refuse_finished(self.store)
+        self._leader = Leader(self.store, board, self.config)
+        return self._leader.open(self._options)
 
-    def _see_opened(self, board: Board) -> RunFacts:
-        """Take the session from rank 0, and make sure that it is of the very place seen here."""
-        fields = board.read(
-            "opened", task="Rank 0 opening the run", timeout_s=self.config.report_timeout_s
-        )
-        session = fields["session"]
-        origin = session["origin"]
-        session = Session(**{**session, "origin": None if origin is None else Origin(**origin)})
-        try:
-            self.store.head(session_key(session.number))
-        except MissingError as error:
-            raise UsageError(
-                f"{self.store.url} is not the same place on every rank: this one does not see "
-                f"session {session.number}, which rank 0 has just opened there.",
-                safe="No checkpoint was touched.",
-                hint="Use a folder that all machines share.",
-                path=self.store.url,
-            ) from error
-        return RunFacts(**{**fields, "session": session, "notes": tuple(fields["notes"])})
-
-    def _refuse_finished(self) -> None:
-        if self._if_finished == "error" and is_finished(self.store):
-            raise ExistsError(
-                f"The run at {self.store.url} is finished.",
-                safe="It was not touched.",
-                hint="Read it with Result.from_path. To report more to it say "
-                'if_finished="continue"; to begin anew choose another folder.',
-                path=self.store.url,
-            )
-
-    def _leave_unopened(self, board: Board, error: BaseException) -> None:
-        """Leave after the run could not be opened, so that no rank waits for nothing."""
-        self._board = None
-        try:
-            if board.rank == 0:
-                board.post("opened", error=error)
-                left = {0}
-                while len(left) < board.world_size:
-                    messages = board.receive(_LEAVE_S)
-                    if not messages:
-                        break
-                    left |= {one["rank"] for one in messages if one["kind"] == "end"}
-            else:
-                board.send(_end(board.rank, is_well=False))
-                board.flush(_LEAVE_S)
-        except CheckpointError as second:
-            _log.info("Left the other ranks without a goodbye: %s", second)
-        finally:
-            board.close()
-
-    def _leave(self, *, is_well: bool) -> None:
-        board, config = self._board, self.config
+    def _leave(self, value: Any, *, is_well: bool) -> None:
+        board = self._board
         assert board is not None
         try:
             for pending in list(self._unsettled):
-                pending.check_done(2 * config.upload_timeout_s)
-            board.send(_end(board.rank, is_well=is_well))
-            board.flush(_LEAVE_S)
-            if self._coordinator is not None:
-                assert self._history is not None
-                self._coordinator.join(2 * config.report_timeout_s + 2 * config.upload_timeout_s)
-                self._history.close(config.report_timeout_s)
-                self._finish()
+                pending.check_done(2 * self.config.upload_timeout_s)
+            leave(board, is_well=is_well)
+            if self._leader is not None:
+                self._leader.close(value)
         finally:
             board.close()
-
-    def _finish(self) -> None:
-        assert self._coordinator is not None
-        assert self._facts is not None
-        if self._coordinator.error is not None:
-            raise self._coordinator.error
-        if self._coordinator.are_all_well:
-            mark_finished(self.store, self._facts.session.number)
 
     def _tell(
         self,
@@ -507,10 +415,6 @@ class Reports:
                 safe="Nothing was written.",
                 hint="Report from the process that opened the run.",
             )
-
-
-def _end(rank: int, *, is_well: bool) -> dict[str, Any]:
-    return {"kind": "end", "rank": rank, "is_well": is_well}
 
 
 def _absolute(folder: Place | Store) -> Place | Store:

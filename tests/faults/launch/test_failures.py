@@ -149,7 +149,7 @@ def test_training_goes_on_after_a_failure(jobs, capfd):
         max_failures=1,
     )
     assert [one.ending for one in result.attempts] == [Ending.FAILED, Ending.DONE]
-    assert (result.error, result.checkpoint) == (None, "ba10")
+    assert (result.error, result.last_commit) == (None, "ba10")
     text = capfd.readouterr().err
     assert "checkpoint: ba10 (batch 10); 3 batches lost" in text
     assert "done after" in text

@@ -163,7 +163,7 @@ def test_failure_on_another_machine_is_told_and_all_come_back(jobs, capfd):
     cause = result.attempts[0].cause
     assert (cause.rank, cause.text) == (2, "ValueError: sample 7 is broken")
     assert 'job.py", line' in cause.traceback
-    assert result.checkpoint == "ba10"
+    assert result.last_commit == "ba10"
     assert "checkpoint: ba10 (batch 10); 3 batches lost" in capfd.readouterr().err
 
 

