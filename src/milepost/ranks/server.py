@@ -79,6 +79,17 @@ class Server:
         with self._connection() as connection:
             return bool(connection.check(keys))
 
+    def set_first(self, key: str, value: bytes) -> bytes:
+        """Store a value of ASCII unless there is one; return the one that is there.
+
+        Raises:
+            RankFailedError: The leader is gone.
+        """
+        try:
+            return bytes(self._connection().compare_set(key, "", value.decode("ascii")))
+        except RuntimeError as error:
+            raise _leader_gone(error) from error
+
     def next_number(self, key: str) -> int:
         """Return 1, 2, 3, ...: each number to one caller only.
 

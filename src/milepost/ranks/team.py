@@ -147,6 +147,30 @@ class StoreTeam:
             return None
         return [self._server.get(place, JOIN_TIMEOUT_S).decode("ascii") for place in places]
 
+    def note_first(self, key: str, text: str) -> str:
+        """Write something down unless another rank was first; return what stands there."""
+        place = f"{self._name}/note/{key}"
+        return self._server.set_first(place, text.encode("ascii")).decode("ascii")
+
+    def wait_for_note(self, key: str, *, timeout_s: float) -> str:
+        """Return what is written down under a key, as soon as it is.
+
+        Raises:
+            DeadlineError: Nothing was, within ``timeout_s`` seconds.
+            RankFailedError: The leader is gone.
+        """
+        return self._server.get(f"{self._name}/note/{key}", timeout_s).decode("ascii")
+
+    def give_up(self, error: BaseException) -> None:
+        """Let the next task fail with an error, whatever task it is, without waiting for it.
+
+        Args:
+            error: Why this rank takes part in nothing any more.
+        """
+        key = self._next_key()
+        place = key if self.rank == 0 else f"{key}/{self.rank}"
+        self._post(place, Outcome.of_error(self.rank, "", error).to_bytes())
+
     def leave(self, *, timeout_s: float) -> None:
         """Leave for good; see :class:`Team`."""
         deadline_s = time.monotonic() + timeout_s
@@ -174,7 +198,7 @@ class StoreTeam:
         if missing:
             raise _missing(task, missing, timeout_s, own)
         outcomes = [Outcome.from_bytes(data) for data in answers]
-        others = {one.rank: one.task for one in outcomes if one.task != task}
+        others = {one.rank: one.task for one in outcomes if one.task not in (task, "")}
         if others:
             raise _apart(task, others)
         return outcomes
@@ -184,7 +208,7 @@ class StoreTeam:
             outcome = Outcome.from_bytes(self._server.get(key, timeout_s))
         except DeadlineError:
             raise _missing(task, [0], timeout_s, None) from None
-        if outcome.task != task:
+        if outcome.task not in (task, ""):
             raise _apart(task, {0: outcome.task})
         return outcome
 

@@ -1,0 +1,166 @@
+"""The model on several ranks: wrapping it, and what a wrapped model needs to be exact.
+
+A plain model is wrapped in ``DistributedDataParallel``; one that was wrapped before is taken as it
+is. Three things are done beyond wrapping:
+
+- Every rank begins with the weights and buffers of rank 0, before anything is made of them.
+- Gradients are summed in one order from the first batch on. Torch lays the gradients out anew after
+  the first backward pass of a process, and where a gradient lies decides in which order more than
+  two ranks sum it. So a resumed process would sum its first batch in another order than the process
+  that went on. A backward pass without a batch settles the layout before.
+- Buffers, such as the means of a batch norm, are rank 0's before an evaluation, as they are before
+  every forward pass in training. What is evaluated is what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import UsageError
+
+__all__ = [
+    "Layout",
+    "Parallel",
+    "check_parallel",
+    "layout_of",
+    "share_buffers",
+    "share_weights",
+    "without_sync",
+    "wrap",
+]
+
+Parallel = Literal["ddp"] | None
+
+
+class Layout(Enum):
+    """How a model lies on the ranks."""
+
+    WHOLE = "whole"
+    """Each rank has all of it."""
+    DATA = "data"
+    """Sharded over all ranks (FSDP2), each of which trains on samples of its own."""
+    OTHER = "other"
+    """Sharded in another way: only the user knows which ranks train on the same samples."""
+
+
+def check_parallel(parallel: Any) -> Parallel:
+    """Return the argument, if it is one that is known.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if parallel is None or parallel == "ddp":
+        return parallel  # type: ignore[no-any-return]
+    raise UsageError(
+        f"parallel={parallel!r} is not known.",
+        hint='Use "ddp", or None for a model that synchronises its gradients by itself. For FSDP2 '
+        "or tensor parallelism wrap the model before it is given to the Trainer.",
+    )
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    """Return how a model lies on the ranks."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    if not meshes:
+        return Layout.WHOLE
+    is_fully_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    is_over_all = all(mesh.ndim == 1 and mesh.size() == dist.get_world_size() for mesh in meshes)
+    return Layout.DATA if is_fully_sharded and is_over_all else Layout.OTHER
+
+
+def share_weights(model: torch.nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0, where each has all of them."""
+    if isinstance(model, DistributedDataParallel) or layout_of(model) is not Layout.WHOLE:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not torch.nn.parameter.is_lazy(tensor):
+                dist.broadcast(tensor, 0)
+
+
+def share_buffers(model: torch.nn.Module) -> None:
+    """Give every rank the buffers of rank 0, if the next forward pass in training would."""
+    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+        with torch.no_grad():
+            for buffer in model.module.buffers():
+                dist.broadcast(buffer, 0)
+
+
+def wrap(model: torch.nn.Module, parallel: Parallel) -> torch.nn.Module:
+    """Return the model as it is trained on several ranks.
+
+    Args:
+        model: A plain model, or one that is wrapped already.
+        parallel: What to do with a plain one.
+    """
+    is_plain = not isinstance(model, DistributedDataParallel) and (
+        layout_of(model) is Layout.WHOLE and any(p.requires_grad for p in model.parameters())
+    )
+    wrapped = DistributedDataParallel(model) if is_plain and parallel == "ddp" else model
+    if isinstance(wrapped, DistributedDataParallel):
+        _settle_gradients(wrapped)
+    return wrapped
+
+
+def without_sync(model: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which gradients stay on their rank, to be summed up with later ones."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def _settle_gradients(model: DistributedDataParallel) -> None:
+    """Make torch lay out the gradients for good, as a function of the parameters' order alone.
+
+    Models that torch treats in another way, or that somebody listens to, are left alone.
+    """
+    module: torch.nn.Module = model.module
+    trained = [p for p in module.parameters() if p.requires_grad]
+    has_own_way = model.static_graph or model.find_unused_parameters or model._comm_hooks  # noqa: SLF001
+    is_begun = any(p.grad is not None for p in trained)
+    if has_own_way or is_begun or _is_listened_to(module, trained):
+        return
+    with _forward_replaced(module, lambda: _sum_of_all(trained)), torch.enable_grad():
+        model().backward()
+    for parameter in trained:
+        parameter.grad = None
+    # The next forward pass takes the new layout over.
+
+
+def _sum_of_all(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    return torch.stack([p.sum().abs().float() for p in parameters]).sum()
+
+
+def _is_listened_to(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> bool:
+    return bool(
+        module._forward_hooks  # noqa: SLF001
+        or module._forward_pre_hooks  # noqa: SLF001
+        or module._backward_hooks  # noqa: SLF001
+        or any(
+            getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks  # noqa: SLF001
+            for p in parameters
+        )
+    )
+
+
+@contextmanager
+def _forward_replaced(
+    module: torch.nn.Module, forward: Callable[[], torch.Tensor]
+) -> Iterator[None]:
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
