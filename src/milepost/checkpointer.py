@@ -33,7 +33,7 @@ from .naming import NameFormat
 from .opening import Resume, WriterOptions
 from .progress.schedule import Schedule
 from .progress.timer import Timer
-from .ranks.solo import RankCheck
+from .ranks.solo import RankCheck, Team
 from .ranks.stopping import StopTogether
 from .ranks.team import join_team
 from .resumption import Resumption
@@ -213,15 +213,16 @@ class Checkpointer:
 
     # -- opening and closing -------------------------------------------------------------------
 
-    def open(self, *, origin: Checkpoint | None = None) -> Self:
+    def open(self, *, origin: Checkpoint | None = None, team: Team | None = None) -> Self:
         """Open the run, restore what there is to resume from, and begin to watch for signals.
 
         Args:
             origin: Go on from this checkpoint of the run and not from its newest.
+            team: The ranks, where they have found each other already. It is left at the end.
         """
         if self._is_open:
             return self
-        self._writer.team = join_team()
+        self._writer.team = join_team() if team is None else team
         self._stopping = StopTogether(self._writer.team)
         self._writer.meet(self._tracked.meet)
         self._watch()
@@ -274,6 +275,8 @@ class Checkpointer:
         # The error that ended the loop is the one to see; what fails now is told beside it.
         if self._is_open and not isinstance(error, Preempted | CheckpointError):
             self._tell_failure_of(self._saves.save_after_error, error)
+        if not isinstance(error, Preempted):
+            self._tell_failure_of(lambda: self.give_up(error), error)
         is_preempted = isinstance(error, Preempted)
         grace_s = self._deadline_s() if is_preempted else None
         self._tell_failure_of(lambda: self.close(grace_s), error)
@@ -288,6 +291,17 @@ class Checkpointer:
             if hasattr(error, "add_note"):
                 error.add_note(f"milepost: {second}")
             self._saves.logged_error = second
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one saves no more; alone, do nothing.
+
+        A save that they begin fails at once then, and does not wait for this rank. One that is in
+        flight is waited for first; if a rank is gone, no longer than ``rank_timeout_s``.
+
+        Args:
+            error: Why.
+        """
+        self._writer.give_up(error)
 
     # -- state of the run ----------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from .checkpoint import Checkpoint, Place, open_source
 from .errors import MismatchError, MissingError
 from .state.batch_in_hand import BatchInHand
 from .state.report import LoadReport, restoring
-from .state.rng import apply_rng, derived_rng
+from .state.rng import apply_rng, rng_of_rank
 from .state.source import StateSource, load_item
 from .state.tracked import RESERVED_ITEMS, Tracked
 from .visible import SUFFIXES
@@ -206,14 +206,11 @@ class Resumption:
             self._hand.restore_gradients(self._gradients, self._tracked.parameter_names())
         with restoring(source.name, "rng"):
             states = load_item(source, "rng") if "rng" in source.trees else []
-            if not states:
+            rank = self._writer.team.rank
+            state, is_own = rng_of_rank(states, rank, shown=getattr(source, "rank", None))
+            if state is None:
                 return
-            rank, is_listed = self._writer.team.rank, len(states) > 1
-            if is_listed and rank < len(states):
-                state, is_own = states[rank], True
-            else:
-                state, is_own = states[0], not is_listed and getattr(source, "rank", 0) == rank
             self._own = state.get("loaders", {}) if is_own else {}
-            self.rng = state if is_own else derived_rng(state, rank)
-            apply_rng(self.rng)
+            self.rng = state
+            apply_rng(state)
             self._tracked.load_rank_states(self._own)

@@ -150,6 +150,11 @@ class RunWriter:
         if self._saver is not None:
             self._saver.fail(name, error)
 
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one saves no more; see ``Saver.give_up``."""
+        if self._saver is not None:
+            self._saver.give_up(error)
+
     def settle(self) -> None:
         """Act on saves that have ended since the last call, as ``on_save_error`` says.
 

@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, FencedError, UsageError
+from ..errors import CheckpointError, DeadlineError, FencedError, UsageError
 from ..format.layout import INDEX
 from ..format.manifest import FORMAT_VERSION, FileEntry, Manifest
 from ..ranks.solo import Deadlines, RankCheck, Team
@@ -223,6 +223,25 @@ class Saver(Generic[T]):
         share = Share.of_error(error)
         request = SaveRequest(name=name, reason="manual")
         self._begin(_Work(request, self._attempt, (), {}, {}, pending, share))
+
+    def give_up(self, error: BaseException) -> None:
+        """Let the next save fail at once on the other ranks: this one takes part in no more.
+
+        A save in flight is waited for, so that it ends as it would have; a rank that does not
+        write its share, because it is gone, is waited for no longer than for one that does not come
+        to a save. Alone, do nothing.
+
+        Args:
+            error: Why.
+        """
+        if self._team is None:
+            return
+        while self._current is not None and not self._current.done():
+            try:
+                self._current.check_done(self._deadlines.meet_s)
+            except DeadlineError:
+                self._team.stop_waiting(error)
+        self._team.give_up(error)
 
     def _begin(self, work: _Work[T]) -> None:
         pending = self._current = work.pending

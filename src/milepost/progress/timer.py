@@ -46,6 +46,7 @@ class Timer:
         self._clock = clock
         self._started_s: float | None = None
         self._earlier_s = 0.0
+        self._held_s: float | None = None
         self.epoch = 0
         self.batch = 0
         self.sample = 0
@@ -57,8 +58,21 @@ class Timer:
     @property
     def wall_s(self) -> float:
         """Return the seconds trained so far, in this process and in earlier ones."""
+        return self.clock_s if self._held_s is None else self._held_s
+
+    @property
+    def clock_s(self) -> float:
+        """Return what this process's clock says of :attr:`wall_s`, also while that is held."""
         running = 0.0 if self._started_s is None else self._clock() - self._started_s
         return self._earlier_s + running
+
+    def hold(self, wall_s: float) -> None:
+        """Say that so many seconds were trained, until the next call.
+
+        Of several ranks each has a clock of its own; what is due by the clock must be due on all
+        ranks at once.
+        """
+        self._held_s = wall_s
 
     def start(self) -> None:
         """Begin to count seconds. Calling it again changes nothing."""
@@ -114,6 +128,8 @@ class Timer:
         for name in _COUNTERS:
             setattr(self, name, int(state[name]))
         self._earlier_s = float(state.get("wall_s", 0.0))
+        if self._held_s is not None:
+            self._held_s = self._earlier_s
         if self._started_s is not None:
             self._started_s = self._clock()
 

@@ -85,10 +85,8 @@ class Server:
         Raises:
             RankFailedError: The leader is gone.
         """
-        try:
-            return bytes(self._connection().compare_set(key, "", value.decode("ascii")))
-        except RuntimeError as error:
-            raise _leader_gone(error) from error
+        with self._connection() as connection:
+            return bytes(connection.compare_set(key, "", value.decode("ascii")))
 
     def next_number(self, key: str) -> int:
         """Return 1, 2, 3, ...: each number to one caller only.

@@ -75,6 +75,22 @@ class Team(Protocol):
     def for_thread(self, name: str) -> Team:
         """Return a team of the same ranks whose tasks are counted apart, for another thread."""
 
+    def give_up(self, error: BaseException) -> None:
+        """Let the next task fail with an error on all ranks, whatever task it is. Never waits.
+
+        Of a task that only the leader does, the others cannot make a failure.
+
+        Args:
+            error: Why this rank takes part in nothing any more.
+        """
+
+    def stop_waiting(self, error: BaseException) -> None:
+        """Let the task fail in which the leader waits for other ranks, in another thread.
+
+        Args:
+            error: Why nobody is waited for any more.
+        """
+
     def leave(self, *, timeout_s: float) -> None:
         """Leave for good. The leader stays until the others have left, or the time is over."""
 
@@ -111,6 +127,14 @@ class Solo:
         """Return itself."""
         del name
         return self
+
+    def give_up(self, error: BaseException) -> None:
+        """Do nothing."""
+        del error
+
+    def stop_waiting(self, error: BaseException) -> None:
+        """Do nothing."""
+        del error
 
     def leave(self, *, timeout_s: float) -> None:
         """Do nothing."""

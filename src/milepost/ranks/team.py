@@ -65,6 +65,8 @@ class StoreTeam:
         self._name = name
         self._count = 0
         self._posted: deque[str] = deque()
+        self._has_left = False
+        self._awaited: str | None = None
 
     def for_thread(self, name: str) -> StoreTeam:
         """Return a team of the same ranks whose tasks are counted apart."""
@@ -162,17 +164,26 @@ class StoreTeam:
         return self._server.get(f"{self._name}/note/{key}", timeout_s).decode("ascii")
 
     def give_up(self, error: BaseException) -> None:
-        """Let the next task fail with an error, whatever task it is, without waiting for it.
-
-        Args:
-            error: Why this rank takes part in nothing any more.
-        """
+        """Let the next task fail with an error on all ranks; see :class:`Team`."""
         key = self._next_key()
         place = key if self.rank == 0 else f"{key}/{self.rank}"
         self._post(place, Outcome.of_error(self.rank, "", error).to_bytes())
 
+    def stop_waiting(self, error: BaseException) -> None:
+        """End a wait of the leader, in another thread; see :class:`Team`."""
+        key = self._awaited
+        if key is None:
+            return
+        for rank in range(1, self.world_size):
+            gone = DeadlineError(f"Rank {rank} did not answer any more after {error!r}.", rank=rank)
+            answer = Outcome.of_error(rank, "", gone)
+            self._server.set_first(f"{key}/{rank}", answer.to_bytes())
+
     def leave(self, *, timeout_s: float) -> None:
         """Leave for good; see :class:`Team`."""
+        if self._has_left:
+            return
+        self._has_left = True
         deadline_s = time.monotonic() + timeout_s
         try:
             if self.rank != 0:
@@ -188,6 +199,7 @@ class StoreTeam:
         deadline_s = time.monotonic() + timeout_s
         answers: list[bytes] = [own.to_bytes()]
         missing: list[int] = []
+        self._awaited = key
         for rank in range(1, self.world_size):
             place = f"{key}/{rank}"
             try:
@@ -195,6 +207,7 @@ class StoreTeam:
                 self._server.forget(place)
             except DeadlineError:
                 missing.append(rank)
+        self._awaited = None
         if missing:
             raise _missing(task, missing, timeout_s, own)
         outcomes = [Outcome.from_bytes(data) for data in answers]

@@ -10,7 +10,7 @@ from .parts import Alike, Part, Place
 from .report import LoadReport
 from .source import StateSource, load_item, subtree
 
-__all__ = ["GroupPart", "ObjectPart", "PerRank", "Stateful", "Value", "ValuePart"]
+__all__ = ["FromLeader", "GroupPart", "ObjectPart", "PerRank", "Stateful", "Value", "ValuePart"]
 
 
 @runtime_checkable
@@ -48,6 +48,17 @@ class PerRank:
 
     Args:
         target: Anything that can be tracked.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+
+class FromLeader:
+    """Says that an object is the leader's: rank 0 saves it, and every rank gets that back.
+
+    Args:
+        target: Anything that can be tracked. It may differ from rank to rank.
     """
 
     def __init__(self, target: Any) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import FormatError
 from ..tensors.generators import NUM_WORDS, byte_tensors, checked_state
 
-__all__ = ["apply_rng", "capture_rng", "derived_rng", "preserve_rng"]
+__all__ = ["apply_rng", "capture_rng", "derived_rng", "preserve_rng", "rng_of_rank"]
 
 RngState = Mapping[str, Any]
 
@@ -89,6 +89,24 @@ def derived_rng(state: RngState, rank: int) -> dict[str, Any]:
         "torch": torch.Generator().manual_seed(int.from_bytes(seed[:8], "little")).get_state(),
         "accelerator": _derived_accelerators(seed),
     }
+
+
+def rng_of_rank(
+    states: Sequence[RngState], rank: int, *, shown: int | None
+) -> tuple[RngState | None, bool]:
+    """Return the state of one rank from what a source holds, and whether it is its own.
+
+    A rank that the source does not know gets one that is made from that of another rank.
+
+    Args:
+        states: The states of all ranks, or of one; empty: there is none.
+        rank: The rank.
+        shown: Whose state it is where it is that of one; ``None``: rank 0's.
+    """
+    if not states:
+        return None, False
+    own = dict(enumerate(states)) if len(states) > 1 else {shown or 0: states[0]}
+    return (own[rank], True) if rank in own else (derived_rng(states[0], rank), False)
 
 
 def _derived_accelerators(seed: bytes) -> list[Tensor]:

@@ -21,7 +21,7 @@ from .holders import Holders, join_places
 from .loader import ResumableLoader
 from .model import ModelPart
 from .names import ParameterNames, unwrap
-from .objects import GroupPart, ObjectPart, PerRank, Stateful, Value, ValuePart
+from .objects import FromLeader, GroupPart, ObjectPart, PerRank, Stateful, Value, ValuePart
 from .optimizer import OptimizerPart
 from .parts import Part
 from .report import LoadReport, restoring
@@ -93,12 +93,12 @@ class Tracked:
                 hint=f"Give the second one a name of its own: track({name}_2=...).",
                 name=name,
             )
-        home: Home = "leader" if isinstance(target, Timer) else "all"
+        home: Home = "leader" if isinstance(target, Timer | FromLeader) else "all"
         if isinstance(target, PerRank):
             home = "each"
         elif isinstance(target, ResumableLoader):
             home = target.home
-        if isinstance(target, PerRank):
+        if isinstance(target, PerRank | FromLeader):
             target = target.target
         self._parts[name] = self._part(name, target)
         self._objects[name], self._homes[name] = target, home

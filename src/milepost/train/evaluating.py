@@ -4,16 +4,22 @@ An evaluation never changes the training: the random generators, the mode of eve
 weights are afterwards what they were. It may be cut off between two batches by a signal. Then the
 algorithms still get ``EVAL_END``, so that swapped weights come back; the callbacks go back to what
 they were before; and ``state.pending_eval`` says what has to be done first when the run goes on.
+
+Of several ranks each goes through its share. They come together at the end of a pass, where they
+say whether any of them was cut off, and where what was counted is added up. A model that is sharded
+has to be called as many times on every rank, so a rank with fewer batches calls it on its last one
+again, and counts nothing; such a pass is not cut off.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..progress.schedule import Moment, Schedule
 from ..state.rng import capture_rng, preserve_rng
@@ -21,8 +27,11 @@ from .data import move_batch
 from .dispatch import Dispatch
 from .evaluator import LOSS, Evaluator
 from .events import Event
+from .group import Group
 from .model import BatchModel
-from .state import State
+from .parallel import Layout, layout_of, share_buffers
+from .state import State, loader_length
+from .stopping import Stopping
 
 __all__ = ["Evaluation", "EvaluationCutOff"]
 
@@ -38,7 +47,8 @@ class Evaluation:
         state: The training.
         model: How to call the model.
         dispatch: Calls the listeners.
-        should_stop: Asked between two batches; true cuts the evaluation off.
+        group: The ranks.
+        stopping: Asked between two batches; cuts the evaluation off.
     """
 
     def __init__(
@@ -47,12 +57,18 @@ class Evaluation:
         *,
         model: BatchModel,
         dispatch: Dispatch,
-        should_stop: Callable[[], bool],
+        group: Group,
+        stopping: Stopping,
     ) -> None:
         self._state = state
         self._model = model
         self._dispatch = dispatch
-        self._should_stop = should_stop
+        self._group = group
+        self._stopping = stopping
+        self._is_called_together = not group.is_alone and (
+            layout_of(state.model) is not Layout.WHOLE
+        )
+        self._num_rounds: dict[str, int] = {}
         self._schedules: dict[str, Schedule] = {}
         self._done_at_batch: dict[str, int] = {}
 
@@ -89,7 +105,7 @@ class Evaluation:
             counters: Where the schedule of saves stands, for the save that follows.
 
         Raises:
-            EvaluationCutOff: ``should_stop`` said so; ``state.pending_eval`` is set.
+            EvaluationCutOff: A signal asked to end; ``state.pending_eval`` is set.
         """
         state = self._state
         state.pending_eval = {
@@ -97,6 +113,7 @@ class Evaluation:
             "labels": [evaluator.label for evaluator in evaluators],
             "counters": dict(counters),
             "rng": capture_rng(),
+            "num_ranks": self._group.world_size,
         }
         before = [(one, copy.deepcopy(one.state_dict())) for one in state.callbacks]
         try:
@@ -115,7 +132,7 @@ class Evaluation:
             The evaluator's metrics, name -> value.
 
         Raises:
-            EvaluationCutOff: ``should_stop`` said so.
+            EvaluationCutOff: A signal asked to end.
         """
         state = self._state
         kept = state.batch, state.outputs, state.loss
@@ -142,15 +159,17 @@ class Evaluation:
 
     def _pass(self, evaluator: Evaluator) -> dict[str, Any]:
         state, is_ended = self._state, False
+        if not self._group.is_alone:
+            share_buffers(state.model)
         self._dispatch.run(Event.EVAL_START)
         try:
             evaluator.metrics.reset(state.device)
             mean_loss = _Mean()
-            loader = evaluator.data.dataloader
-            for batch in itertools.islice(loader, evaluator.subset_num_batches):
-                if self._should_stop():
-                    raise EvaluationCutOff
-                self._batch(evaluator, batch, mean_loss)
+            is_cut = self._batches(evaluator, mean_loss)
+            if self._stopping.agree_on_cut(is_cut=is_cut):
+                raise EvaluationCutOff
+            if not self._group.is_alone:
+                mean_loss.add_up(state.device)
             # Into a new dict: a checkpoint being written may still hold the old one.
             metrics = evaluator.metrics.compute() or {LOSS: mean_loss.value}
             state.current_metrics = {**state.current_metrics, evaluator.label: metrics}
@@ -161,13 +180,44 @@ class Evaluation:
                 self._dispatch.undo_evaluation()
         return metrics
 
+    def _batches(self, evaluator: Evaluator, mean_loss: _Mean) -> bool:
+        """Evaluate this rank's batches; return whether a signal cut that off."""
+        num_done = 0
+        batches = itertools.islice(evaluator.data.dataloader, evaluator.subset_num_batches)
+        for batch in batches:
+            if not self._is_called_together and self._stopping.should_cut_off():
+                return True
+            self._batch(evaluator, batch, mean_loss)
+            num_done += 1
+        for _ in range(num_done, self._rounds_of(evaluator)):
+            self._predict()
+        return False
+
+    def _rounds_of(self, evaluator: Evaluator) -> int:
+        """Return how many times the model must be called; 0: as many times as there are batches."""
+        if not self._is_called_together:
+            return 0
+        label, limit = evaluator.label, evaluator.subset_num_batches
+        if label not in self._num_rounds:
+            length = loader_length(evaluator.data.dataloader) or 0
+            lengths = self._group.collect("compare its batches to evaluate", lambda: length)
+            self._num_rounds[label] = max(lengths)
+        rounds = self._num_rounds[label]
+        return rounds if limit is None else min(rounds, limit)
+
+    def _predict(self) -> None:
+        # Without the wrapper: that would synchronise buffers, and ranks have unequal shares.
+        state = self._state
+        with state.precision_context:
+            state.outputs = self._model.predict(state.bare_model, state.batch)
+
     def _batch(self, evaluator: Evaluator, batch: Any, mean_loss: _Mean) -> None:
         state, run = self._state, self._dispatch.run
         state.batch = evaluator.data.device_transforms(move_batch(batch, state.device))
         run(Event.EVAL_BATCH_START)
         run(Event.EVAL_BEFORE_FORWARD)
+        self._predict()
         with state.precision_context:
-            state.outputs = self._model.predict(state.model, state.batch)
             if not len(evaluator.metrics):
                 loss = self._model.loss(state.bare_model, state.outputs, state.batch)
                 weight = evaluator.data.get_num_samples_in_batch(state.batch)
@@ -189,6 +239,17 @@ class _Mean:
         summed = loss if isinstance(loss, torch.Tensor) else torch.stack(tuple(loss)).sum()
         self._total = self._total.to(summed.device) + summed.detach().float() * weight
         self._weight += weight
+
+    def add_up(self, device: torch.device) -> None:
+        """Add up over all ranks."""
+        sums = torch.stack(
+            [
+                self._total.to(device).double(),
+                torch.tensor(float(self._weight), device=device, dtype=torch.double),
+            ]
+        )
+        dist.all_reduce(sums)
+        self._total, self._weight = sums[0].float(), int(sums[1])
 
     @property
     def value(self) -> torch.Tensor:

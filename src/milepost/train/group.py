@@ -7,15 +7,16 @@ deadline, and taken down at the end. A group that is there is used as it is, and
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import DeadlineError, UsageError
+from ..errors import DeadlineError, RankFailedError, UsageError
 from ..ranks.team import StoreTeam, Team, join_team
 
 __all__ = ["Group"]
@@ -23,6 +24,8 @@ __all__ = ["Group"]
 T = TypeVar("T")
 
 _LEAVE_TIMEOUT_S = 10.0
+_FAILED_TIMEOUT_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class Group:
@@ -45,6 +48,7 @@ class Group:
         self.world_size = team.world_size
         self.timeout_s = timeout_s
         self._is_ours = is_ours
+        self._has_failed = False
         self._own: Team = team.for_thread("train")
 
     @classmethod
@@ -82,20 +86,26 @@ class Group:
         """Have every rank say something; every rank gets all of it, or the same error."""
         return self._own.collect(task, work, timeout_s=self.timeout_s)
 
-    def leave(self, *, is_failed: bool = False) -> None:
-        """Leave the team, and take down the process group if it was made here.
+    def give_up(self, error: BaseException) -> None:
+        """Say that this rank takes part in nothing any more; what others ask of it fails at once.
 
         Args:
-            is_failed: The training has failed: nobody is waited for, since others may wait in turn
-                for this process to end.
+            error: Why.
         """
-        # The leader's process holds the server that the others may still ask.
-        self.team.leave(timeout_s=1.0 if is_failed else _LEAVE_TIMEOUT_S)
+        self._has_failed = True
+        try:
+            self._own.give_up(error)
+        except RankFailedError as gone:
+            _log.info("The other ranks cannot be told: %s", gone)
+
+    def leave(self) -> None:
+        """Leave the team, and take down the process group if it was made here."""
+        # The leader's process holds the server that the others may still ask. After a failure they
+        # may be waiting in turn for this very process to end.
+        self.team.leave(timeout_s=_FAILED_TIMEOUT_S if self._has_failed else _LEAVE_TIMEOUT_S)
         if self._is_ours and dist.is_initialized():
             dist.destroy_process_group()
         self._is_ours = False
-
-
 
 
 def _make_process_group(device: torch.device, timeout_s: float) -> bool:

@@ -19,6 +19,7 @@ from ..display import loading_bar
 from ..errors import MissingError, UsageError
 from ..state.model import load_weights
 from ..state.report import LoadReport
+from ..state.rng import rng_of_rank
 from ..state.source import load_item
 from ..state.tracked import Tracked
 from .places import fill_ranks
@@ -122,7 +123,11 @@ def open_place(
 
 
 def restore_all(
-    place: str | Checkpoint, objects: Mapping[str, Any], *, items: Collection[str] | None
+    place: str | Checkpoint,
+    objects: Mapping[str, Any],
+    *,
+    items: Collection[str] | None,
+    rank: int = 0,
 ) -> tuple[LoadReport, Any]:
     """Restore everything without a run of one's own, where nothing is saved.
 
@@ -130,6 +135,7 @@ def restore_all(
         place: A checkpoint, a run or a ``.pt`` file, as a path or as a handle.
         objects: What to restore, as it would be tracked.
         items: Restore only these; ``None``: the place must hold nothing else.
+        rank: This rank: it gets what it has saved for itself.
 
     Returns:
         What was restored, and the state of the random generators, ``None`` if there is none.
@@ -137,15 +143,16 @@ def restore_all(
     Raises:
         MismatchError: What is stored does not fit; nothing was changed.
     """
-    source = open_source(place)
+    source = open_source(place, rank=rank)
     tracked = Tracked(strict=True)
     for name, target in objects.items():
         tracked.add(name, target)
     report = tracked.restore(source, items=items)
     ranks = load_item(source, "rng") if "rng" in source.trees else []
-    if ranks:
-        tracked.load_rank_states(ranks[0].get("loaders", {}))
-    return report, ranks[0] if ranks else None
+    rng, is_own = rng_of_rank(ranks, rank, shown=getattr(source, "rank", None))
+    if rng is not None and is_own:
+        tracked.load_rank_states(rng.get("loaders", {}))
+    return report, rng
 
 
 def restore_weights(place: str | Checkpoint, model: Any, *, strict: bool) -> LoadReport:

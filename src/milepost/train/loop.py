@@ -15,12 +15,18 @@ from .dispatch import Dispatch
 from .evaluating import Evaluation
 from .evaluator import TRAIN_LABEL, Evaluator
 from .events import Event
+from .group import Group
 from .metrics import Metrics
 from .saving import Saving
 from .state import State
 from .step import TrainStep
+from .stopping import Stopping
+from .tally import is_untrue_anywhere
 
 __all__ = ["Loop"]
+
+_NONE = object()
+"""In the place of a batch where a loader has no more."""
 
 
 class Loop:
@@ -35,6 +41,9 @@ class Loop:
         evaluation: Evaluates when due.
         saving: Saves when due.
         metrics: The training metrics, counted over an epoch.
+        group: The ranks.
+        stopping: Whether a signal asked to end.
+        asks_for_batches: Whether the ranks must ask each other if all of them have a batch.
         steps_schedulers_per_batch: Whether schedulers step after batches, not after epochs.
 
     Attributes:
@@ -52,6 +61,9 @@ class Loop:
         evaluation: Evaluation,
         saving: Saving,
         metrics: Metrics,
+        group: Group,
+        stopping: Stopping,
+        asks_for_batches: bool,
         steps_schedulers_per_batch: bool,
     ) -> None:
         self._state = state
@@ -62,6 +74,9 @@ class Loop:
         self._evaluation = evaluation
         self._saving = saving
         self._metrics = metrics
+        self._group = group
+        self._stopping = stopping
+        self._asks_for_batches = asks_for_batches
         self._steps_schedulers_per_batch = steps_schedulers_per_batch
         self.on_batch: Callable[[], None] = lambda: None
         self._rng: Mapping[str, Any] | None = None
@@ -131,9 +146,8 @@ class Loop:
         batches = self._loader.iterate(rng)
         while steps is None or self._state.timer.batch_in_epoch < steps:
             self._saving.mark_before_fetch()
-            try:
-                batch = next(batches)
-            except StopIteration:
+            batch = next(batches, _NONE)
+            if self._is_missing(batch):
                 self._is_exhausted = True
                 self._require_batches()
                 return
@@ -147,8 +161,11 @@ class Loop:
         state.batch_num_tokens = data.get_num_tokens_in_batch(state.batch)
         self._run_event(Event.AFTER_DATALOADER)
         self._run_event(Event.BATCH_START)
-        self._step.run()
-        state.timer.on_batch_complete(state.batch_num_samples, state.batch_num_tokens)
+        sums = self._step.run()
+        if sums.wall_s is not None:
+            state.timer.hold(sums.wall_s)
+        state.timer.on_batch_complete(sums.num_samples, sums.num_tokens)
+        self._stopping.learn(sums.signal_number)
         beat(state.timer.batch)
         self._saving.leave_batch()
         if self._steps_schedulers_per_batch:
@@ -172,6 +189,18 @@ class Loop:
         self._run_event(Event.EPOCH_END)
         self._evaluate("epoch", self._evaluation.due("epoch"))
         self._checkpoint("epoch")
+
+    def _is_missing(self, batch: Any) -> bool:
+        """Return whether this rank has no batch, or another one has none where that can be.
+
+        Loaders of one length end together. Where a length is not known, a rank that trained on
+        alone would wait for the others in the middle of the batch.
+        """
+        is_there = batch is not _NONE
+        if not self._asks_for_batches:
+            return not is_there
+        device = self._state.device
+        return is_untrue_anywhere(self._group, device=device, is_true=is_there)
 
     def _evaluate(self, moment: Moment, evaluators: list[Evaluator]) -> None:
         if evaluators:
@@ -197,7 +226,10 @@ class Loop:
 
     def _finish_evaluation(self, pending: Mapping[str, Any]) -> None:
         """Do the evaluation that was cut off, and what would have followed it."""
-        apply_rng(pending["rng"])
+        if pending.get("num_ranks", 1) == self._group.world_size:
+            apply_rng(pending["rng"])
+        elif self._rng is not None:
+            apply_rng(self._rng)  # each rank's own, also on ranks that there were not
         labels = set(pending["labels"])
         evaluators = [one for one in self._state.evaluators if one.label in labels]
         self._state.pending_eval = None

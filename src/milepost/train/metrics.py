@@ -10,8 +10,9 @@ import torch
 from torchmetrics import Metric, MetricCollection
 
 from ..errors import DuplicateNameError, UsageError
+from .parallel import device_of
 
-__all__ = ["Metrics", "scalar_metrics"]
+__all__ = ["Metrics", "scalar_metrics", "training_metrics"]
 
 
 class Metrics:
@@ -79,6 +80,31 @@ class Metrics:
                     setattr(metric, key, _copied(value, metric.device))
             # compute() warns of a metric that was never updated, and this one was.
             metric._update_count = stored["updates"]  # noqa: SLF001
+
+
+def training_metrics(model: Any, *, wanted: bool, given: Any) -> Metrics:
+    """Return the metrics of a training itself, on the device of its model.
+
+    Args:
+        model: Asked for ``metrics(train=True)`` where none are given.
+        wanted: Whether there shall be any.
+        given: What the user gave.
+
+    Raises:
+        UsageError: They are wanted, and there are none.
+    """
+    if not wanted:
+        return Metrics(None)
+    if given is None and callable(getattr(model, "metrics", None)):
+        given = model.metrics(train=True)
+    metrics = Metrics(given)
+    if not len(metrics):
+        raise UsageError(
+            "compute_training_metrics=True, but there are none.",
+            hint="Pass train_metrics, or give the model metrics(train=True).",
+        )
+    metrics.reset(device_of(model))
+    return metrics
 
 
 def scalar_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -24,14 +24,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UsageError
+from .group import Group
 
 __all__ = [
     "Layout",
     "Parallel",
-    "check_parallel",
+    "check_choices",
+    "device_of",
+    "is_deepspeed",
     "layout_of",
+    "prepare",
     "share_buffers",
-    "share_weights",
     "without_sync",
     "wrap",
 ]
@@ -50,14 +53,16 @@ class Layout(Enum):
     """Sharded in another way: only the user knows which ranks train on the same samples."""
 
 
-def check_parallel(parallel: Any) -> Parallel:
-    """Return the argument, if it is one that is known.
+def check_choices(parallel: Any, step_schedulers_every: Any) -> None:
+    """Refuse arguments that are none of those to choose from.
 
     Raises:
-        UsageError: It is not.
+        UsageError: Naming the first.
     """
+    if step_schedulers_every not in ("batch", "epoch"):
+        raise UsageError(f"step_schedulers_every={step_schedulers_every!r}: batch or epoch?")
     if parallel is None or parallel == "ddp":
-        return parallel  # type: ignore[no-any-return]
+        return
     raise UsageError(
         f"parallel={parallel!r} is not known.",
         hint='Use "ddp", or None for a model that synchronises its gradients by itself. For FSDP2 '
@@ -67,9 +72,12 @@ def check_parallel(parallel: Any) -> Parallel:
 
 def layout_of(model: torch.nn.Module) -> Layout:
     """Return how a model lies on the ranks."""
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
+    flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    if flat or is_deepspeed(model):
+        return Layout.OTHER
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     if not meshes:
         return Layout.WHOLE
@@ -78,10 +86,31 @@ def layout_of(model: torch.nn.Module) -> Layout:
     return Layout.DATA if is_fully_sharded and is_over_all else Layout.OTHER
 
 
-def share_weights(model: torch.nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0, where each has all of them."""
-    if isinstance(model, DistributedDataParallel) or layout_of(model) is not Layout.WHOLE:
-        return
+def is_deepspeed(model: torch.nn.Module) -> bool:
+    """Return whether a model is a DeepSpeed engine. Never imports DeepSpeed itself."""
+    return any(
+        kind.__module__.split(".")[0] == "deepspeed" and kind.__name__ == "DeepSpeedEngine"
+        for kind in type(model).__mro__
+    )
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return where a model's parameters are."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def prepare(model: torch.nn.Module, group: Group) -> Layout:
+    """Give every rank the weights of rank 0 where each has all of them; return the layout."""
+    if group.is_alone:
+        return Layout.WHOLE
+    layout = layout_of(model)
+    if layout is Layout.WHOLE and not isinstance(model, DistributedDataParallel):
+        _share_weights(model)
+    return layout
+
+
+def _share_weights(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if not torch.nn.parameter.is_lazy(tensor):
@@ -96,13 +125,16 @@ def share_buffers(model: torch.nn.Module) -> None:
                 dist.broadcast(buffer, 0)
 
 
-def wrap(model: torch.nn.Module, parallel: Parallel) -> torch.nn.Module:
-    """Return the model as it is trained on several ranks.
+def wrap(model: torch.nn.Module, parallel: Parallel, group: Group) -> torch.nn.Module:
+    """Return the model as it is trained on the ranks.
 
     Args:
         model: A plain model, or one that is wrapped already.
         parallel: What to do with a plain one.
+        group: The ranks.
     """
+    if group.is_alone:
+        return model
     is_plain = not isinstance(model, DistributedDataParallel) and (
         layout_of(model) is Layout.WHOLE and any(p.requires_grad for p in model.parameters())
     )

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import UsageError
 
-__all__ = ["Precision", "check_precision", "make_scaler"]
+__all__ = ["Precision", "check_precision", "choose_scaler"]
 
 
 class Precision(str, Enum):
@@ -85,6 +85,13 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         )
 
 
-def make_scaler(precision: Precision, device: torch.device) -> Any:
-    """Return a gradient scaler where the precision needs one, else ``None``."""
+def choose_scaler(precision: Precision, device: torch.device, *, given: Any) -> Any:
+    """Return the gradient scaler of a training: the one given, one that is needed, or ``None``.
+
+    Raises:
+        UsageError: The device cannot compute in this precision.
+    """
+    check_precision(precision, device)
+    if given is not None:
+        return given
     return torch.amp.GradScaler(device.type) if precision.is_fp16 else None

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.signals import StopSignals
 from ..errors import (
     CheckpointError,
     DeadlineError,
     FencedError,
-    NonFiniteLossError,
     Preempted,
     UnsupportedStateError,
     UsageError,
@@ -28,14 +26,16 @@ from ..state.loader import ResumableLoader
 from .evaluating import Evaluation
 from .events import Event
 from .metrics import scalar_metrics
+from .notes import attach_note
 from .rescue import Buffers, CleanPoint
 from .state import State
+from .stopping import Stopping
 
 if TYPE_CHECKING:
     from ..checkpointer import Checkpointer
     from ..engine.pending import PendingSave
 
-__all__ = ["Saving", "attach_note"]
+__all__ = ["Saving"]
 
 _log = logging.getLogger(__name__)
 _AFTER_ERROR = ("Saved after an error: callbacks may have seen a part of the next batch.",)
@@ -49,7 +49,9 @@ class Saving:
         loader: Its loader.
         checkpointer: The run; ``None``: nothing is saved, and signals end the process as usual.
         interval: When to save; see :class:`Schedule`.
-        signals: Says whether a signal asked to end; ``None``: nobody listens to signals.
+        stopping: Says whether a signal asked to end.
+        is_alone: Whether there is one rank only. Of several, one that fails cannot save: the others
+            are elsewhere.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class Saving:
         loader: ResumableLoader,
         checkpointer: Checkpointer | None,
         interval: Any,
-        signals: StopSignals | None,
+        stopping: Stopping,
+        is_alone: bool = True,
     ) -> None:
         self._state = state
         self._loader = loader
         self._interval = interval
-        self._signals = signals
+        self._stopping = stopping
+        self._is_alone = is_alone
         self._clean: CleanPoint | None = None
         self._buffers = Buffers(state.bare_model)
         self._loss: Any = None
@@ -126,7 +130,7 @@ class Saving:
     def mark(self) -> None:
         """Note that this is a clean point."""
         self._is_in_batch = False
-        if self.checkpointer is not None:
+        if self.checkpointer is not None and self._is_alone:
             self._clean = CleanPoint.mark(self._buffers, self._loader)
             self._is_marked_here = True
 
@@ -194,18 +198,13 @@ class Saving:
             return self._save(name, reason="manual", is_named=True)
         return self._save(self._natural_name(), reason="manual")
 
-    @property
-    def is_stop_asked(self) -> bool:
-        """Return whether a signal asked to end."""
-        return self._signals is not None and self._signals.received is not None
-
     def stop_if_asked(self) -> None:
         """Save and leave, if a signal asked for it.
 
         Raises:
             Preempted: Once the state is safe, or the grace period is over.
         """
-        if self.is_stop_asked:
+        if self._stopping.number is not None:
             self.stop()
 
     def stop(self) -> None:
@@ -215,20 +214,17 @@ class Saving:
             Preempted: Always.
         """
         assert self.checkpointer is not None
-        assert self._signals is not None
-        number = self._signals.received
+        stopping, number = self._stopping, self._stopping.number
         assert number is not None
         if self._point == self._started_at and self._saved_at != self._point:
             raise Preempted(number, self.checkpointer.resumed_from)  # nothing new to save
         name = None
         try:
-            pending = self._save_here("signal", timeout_s=self._signals.seconds_left)
-            pending.wait(timeout_s=self._signals.seconds_left)
+            pending = self._save_here("signal", timeout_s=stopping.seconds_left)
+            pending.wait(timeout_s=stopping.seconds_left)
             name = pending.name
         except DeadlineError:
-            _log.error(
-                "Signal %d: the state was not safe within %g s.", number, self._signals.grace_s
-            )
+            _log.error("Signal %d: the state was not safe within %g s.", number, stopping.grace_s)
         except CheckpointError:
             _log.exception("Signal %d: the state could not be saved.", number)
         raise Preempted(number, name)
@@ -241,7 +237,7 @@ class Saving:
         checkpoint that no resume takes. A failure in here becomes a note of the error.
         """
         state, clean = self._state, self._clean
-        if self.checkpointer is None or isinstance(error, FencedError):
+        if self.checkpointer is None or isinstance(error, FencedError) or not self._is_alone:
             return
         if self._point == self._started_at:
             return  # nothing was trained yet that could be lost
@@ -258,33 +254,6 @@ class Saving:
             attach_note(error, f"The state was saved as {pending.name!r}.")
         except Exception as failure:  # noqa: BLE001 - recorded with the error that matters
             attach_note(error, f"The state could not be saved: {failure!r}")
-
-    def on_non_finite(self, loss: torch.Tensor) -> None:
-        """Write a diagnostic checkpoint and raise.
-
-        Raises:
-            NonFiniteLossError: Always.
-        """
-        state = self._state
-        batch = state.timer.batch + 1
-        what = f"The loss of batch {batch} is {float(loss)}."
-        if self.checkpointer is None:
-            raise NonFiniteLossError(what, safe="The weights are those before it.", batch=batch)
-        pending = None
-        try:
-            extra = {"batch": state.batch, "outputs": _detached(state.outputs)}
-            pending = self.checkpointer.save_diagnostic("nan", f"ba{batch}", extra=extra, wait=True)
-        except Exception as failure:
-            raise NonFiniteLossError(
-                what, safe=f"State and batch could not be saved: {failure}", batch=batch
-            ) from failure
-        raise NonFiniteLossError(
-            what,
-            safe=f"State, batch and outputs before the step are in {pending.name!r}.",
-            hint="Look into them, then resume from a checkpoint before with other settings.",
-            checkpoint=pending.name,
-            batch=batch,
-        )
 
     def _save_here(
         self, reason: str, *, timeout_s: float | None, notes: tuple[str, ...] = ()
@@ -369,21 +338,3 @@ class Saving:
 def _is_there(saved: PendingSave[Any]) -> bool:
     """Return whether a save that has ended left a checkpoint that was not deleted since."""
     return not saved.has_failed and bool(saved.wait().is_committed)
-
-
-def attach_note(error: BaseException, text: str) -> None:
-    """Add a line to what is printed with an error; logged where Python cannot (3.10)."""
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    else:
-        _log.error("%s", text)
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, Mapping):
-        return {key: _detached(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_detached(one) for one in value]
-    return value

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import UsageError
 
-__all__ = ["choose_seed", "make_deterministic", "seed_everything"]
+__all__ = ["choose_seed", "make_deterministic", "reseed", "seed_everything"]
 
 _LARGEST = 2**32 - 1
 
@@ -38,8 +38,16 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def make_deterministic() -> None:
+def reseed(seed: int, *, rank: int) -> None:
+    """Give a rank beyond 0 a seed of its own, after what all ranks had to do alike."""
+    if rank:
+        seed_everything(seed)
+
+
+def make_deterministic(*, is_wanted: bool) -> None:
     """Make torch choose kernels that give the same result every time, for the whole process."""
+    if not is_wanted:
+        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True)
     torch.backends.cudnn.deterministic = True

@@ -7,15 +7,14 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch.distributed as dist
-
 from ..checkpoint import Checkpoint, Run, open_checkpoint, open_source, run_store
 from ..engine.signals import StopSignals
-from ..errors import MissingError, UsageError
+from ..errors import MissingError, Preempted, UsageError
 from ..state.loader import ResumableLoader
-from ..state.objects import Value
+from ..state.objects import FromLeader, PerRank, Value
 from .algorithm import Algorithm
 from .callback import Callback
+from .group import Group
 from .loading import (
     ObjectStore,
     Place,
@@ -35,16 +34,21 @@ if TYPE_CHECKING:
 __all__ = ["Session", "tracked_items"]
 
 _log = logging.getLogger(__name__)
+RANK_CALLBACKS = "rank_callbacks"
+"""The item of the callbacks whose state each rank saves for itself."""
 _OPTIONAL = frozenset({"loader", "trainer", "rank_zero_seed", "current_metrics"})
 
 
-def tracked_items(state: State, *, loader: ResumableLoader, metrics: Metrics) -> dict[str, Any]:
+def tracked_items(
+    state: State, *, loader: ResumableLoader, metrics: Metrics, group: Group
+) -> dict[str, Any]:
     """Return what a training saves, in the layout that readers of a checkpoint see.
 
     Args:
         state: The training; its ``serialized_attributes`` choose.
         loader: Saved as ``loader``: the position in the data.
         metrics: Training metrics, saved in the middle of an epoch with ``trainer``.
+        group: The ranks.
     """
     items: dict[str, Any] = {}
     for attribute in state.serialized_attributes:
@@ -52,21 +56,32 @@ def tracked_items(state: State, *, loader: ResumableLoader, metrics: Metrics) ->
             items[attribute] = state.bare_model
         elif attribute == "timer":
             items[attribute] = state.timer
-        elif attribute in ("algorithms", "callbacks"):
-            named = state.named(attribute)
-            items[attribute] = {name: one for name, one in named.items() if _has_state(one)}
+        elif attribute == "algorithms":
+            items[attribute] = _with_state(state.named(attribute))
+        elif attribute == "callbacks":
+            named = _with_state(state.named(attribute))
+            own = {name: one for name, one in named.items() if state.is_ranks_own(one)}
+            shared = {name: one for name, one in named.items() if name not in own}
+            # What callbacks see differs from rank to rank; rank 0's is that of the training.
+            items[attribute] = FromLeader(shared)
+            if own:
+                items[RANK_CALLBACKS] = PerRank(own)
         elif attribute in ("optimizers", "schedulers", "scaler"):
             items[attribute] = state.named(attribute)
         else:
             items[attribute] = _attribute(state, attribute)
     items["loader"] = loader
-    items["trainer"] = Value(
-        lambda: {
-            "pending_eval": state.pending_eval,
-            "stopped_for": state.stopped_for,
-            "train_metrics": metrics.state_dict(),
-        },
-        lambda value: _set_trainer(state, metrics, value),
+    # Each rank has its own: random generators in an evaluation cut off, metrics of its batches.
+    items["trainer"] = PerRank(
+        Value(
+            lambda: {
+                "pending_eval": state.pending_eval,
+                "stopped_for": state.stopped_for,
+                "train_metrics": metrics.state_dict(),
+                "num_ranks": group.world_size,
+            },
+            lambda value: _set_trainer(state, metrics, value, group),
+        )
     )
     return items
 
@@ -78,6 +93,7 @@ class Session:
         state: The training.
         loader: Its loader.
         metrics: Its training metrics.
+        group: The ranks.
         folder: The run; ``None``: nothing is saved.
         resume: ``"never"``, ``"auto"`` or ``"must"``.
         grace_s: Seconds from a signal to the moment the state must be safe.
@@ -95,6 +111,7 @@ class Session:
         *,
         loader: ResumableLoader,
         metrics: Metrics,
+        group: Group,
         folder: str | None,
         resume: Literal["never", "auto", "must"],
         grace_s: float,
@@ -103,6 +120,7 @@ class Session:
         self._state = state
         self._loader = loader
         self._metrics = metrics
+        self._group = group
         self._folder = folder
         self._resume = resume
         self._run_options = dict(run_options)
@@ -138,6 +156,10 @@ class Session:
             UsageError: ``path_format`` can name no checkpoint.
         """
         path_format = check_place(path_format)
+        if isinstance(path_format, str | os.PathLike) and not self._group.is_alone:
+            # One checkpoint is that of all ranks.
+            named = path_format
+            path_format = self._group.lead("name the checkpoint", lambda: fill_ranks(named))
         if object_store is not None and path_format is None:
             raise UsageError("load_object_store without load_path_format names no object.")
         if self._folder is not None:
@@ -148,7 +170,7 @@ class Session:
             self._open_run(origin)
         if self.is_restored:
             assert self.checkpointer is not None
-            if path_format is not None and self._resume != "never":
+            if path_format is not None and self._resume != "never" and self._group.rank == 0:
                 _log.info(
                     "Going on from %s of this run, not from %s.",
                     self.checkpointer.resumed_from,
@@ -171,17 +193,25 @@ class Session:
             self.signals.received = None
             self.signals.install()
 
-    def end_fit(self) -> None:
+    def end_fit(self, error: BaseException | None = None) -> None:
         """Wait for saves on their way, and take the signal handlers back.
+
+        Args:
+            error: What ended the training before its time.
 
         Raises:
             CheckpointError: A save failed that nobody was told about yet.
         """
+        is_preempted = isinstance(error, Preempted)
         try:
             if self.checkpointer is not None:
+                if error is not None and not is_preempted:
+                    self.checkpointer.give_up(error)
                 self.checkpointer.wait()
         finally:
-            if self.signals is not None:
+            # A launcher that sees one of several ranks end asks the others once more to end, while
+            # they are about to. They shall end as they were asked first.
+            if self.signals is not None and not (is_preempted and not self._group.is_alone):
                 self.signals.restore()
 
     def close(self) -> None:
@@ -200,7 +230,6 @@ class Session:
         from ..checkpointer import Checkpointer
 
         assert self._folder is not None
-        _refuse_several_workers()
         checkpointer = Checkpointer(
             self._folder,
             resume=self._resume,
@@ -212,7 +241,7 @@ class Session:
         items = self._items()
         del items["timer"]
         checkpointer.track(**items)
-        checkpointer.open(origin=origin)
+        checkpointer.open(origin=origin, team=self._group.team)
         checkpointer.leave_behind(*(set(SERIALIZED_ATTRIBUTES) - items.keys()))
         checkpointer.timer.stop()  # only training counts
         self.checkpointer = checkpointer
@@ -236,7 +265,9 @@ class Session:
         return Checkpoint(store, found.manifest.name)
 
     def _items(self) -> dict[str, Any]:
-        items = tracked_items(self._state, loader=self._loader, metrics=self._metrics)
+        items = tracked_items(
+            self._state, loader=self._loader, metrics=self._metrics, group=self._group
+        )
         items.setdefault("timer", self._state.timer)
         return items
 
@@ -253,10 +284,11 @@ class Session:
         wanted = {name: target for name, target in items.items() if name not in lacking}
         chosen = sorted({*wanted, "rng"}) if lacking or removed else None
         if self.checkpointer is None:
-            report, self._rng = restore_all(place, wanted, items=chosen)
+            report, self._rng = restore_all(place, wanted, items=chosen, rank=self._group.rank)
         else:
             report = self.checkpointer.restore(place, items=chosen)
-        _log.info("%s", report.summary())
+        if self._group.rank == 0:
+            _log.info("%s", report.summary())
         self.is_restored = True
 
     def _settle(self) -> None:
@@ -274,26 +306,22 @@ def _attribute(state: State, name: str) -> Value:
     return Value(lambda: getattr(state, name), lambda value: setattr(state, name, value))
 
 
-def _set_trainer(state: State, metrics: Metrics, value: Mapping[str, Any]) -> None:
+def _set_trainer(state: State, metrics: Metrics, value: Mapping[str, Any], group: Group) -> None:
     state.pending_eval = value["pending_eval"]
     state.stopped_for = value["stopped_for"]
-    metrics.load_state_dict(value["train_metrics"])
+    is_same = value.get("num_ranks", 1) == group.world_size
+    if not is_same and any(one["updates"] for one in value["train_metrics"].values()):
+        _log.warning(
+            "The training metrics of this epoch begin anew: another number of ranks counted them."
+        )
+    metrics.load_state_dict(value["train_metrics"] if is_same else {})
+
+
+def _with_state(named: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in named.items() if _has_state(one)}
 
 
 def _has_state(listener: object) -> bool:
     """Return whether a listener keeps a state: it has a ``state_dict`` of its own."""
     own = type(listener).state_dict  # type: ignore[attr-defined]
     return own is not Callback.state_dict and own is not Algorithm.state_dict
-
-
-def _refuse_several_workers() -> None:
-    """Refuse to start in one of several processes, which the events do not agree about yet."""
-    is_grouped = dist.is_available() and dist.is_initialized()
-    world_size = dist.get_world_size() if is_grouped else int(os.environ.get("WORLD_SIZE") or 1)
-    if world_size > 1:
-        raise UsageError(
-            "This is one of several workers, and the Trainer trains in one process in this "
-            "version.",
-            safe="Nothing was touched.",
-            hint="Use the Checkpointer in a loop of your own: it saves from all workers together.",
-        )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from torch.utils.data import (
@@ -27,10 +27,19 @@ from torch.utils.data import (
 from ..errors import UsageError
 from ..state.resumable_sampler import ResumableSampler
 from .data import DataSpec
+from .evaluator import Evaluator
 from .group import Group
 from .parallel import Layout
+from .state import State, loader_length
 
-__all__ = ["Share", "num_alike", "place_of", "share_evaluation", "share_training"]
+__all__ = [
+    "Share",
+    "agree_on_length",
+    "num_alike",
+    "place_of",
+    "share_evaluations",
+    "share_training",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -82,11 +91,11 @@ def num_alike(loader: Any, group: Group) -> int:
     return 1 if place is None else max(1, group.world_size // place[1])
 
 
-def share_training(data: DataSpec, *, group: Group, layout: Layout, seed: int) -> DataSpec:
+def share_training(given: Any, *, group: Group, layout: Layout, seed: int) -> DataSpec:
     """Return the training data as this rank trains on it.
 
     Args:
-        data: As the user gave it, the same on all ranks.
+        given: A loader, a spec or its arguments, as the user gave it, the same on all ranks.
         group: The ranks.
         layout: How the model lies on them.
         seed: What the order of a loader that shuffles comes from.
@@ -94,9 +103,10 @@ def share_training(data: DataSpec, *, group: Group, layout: Layout, seed: int) -
     Raises:
         UsageError: A loader that would give every rank the same samples.
     """
+    data = DataSpec.of(given)
     if group.is_alone:
         return data
-    loader = data.dataloader
+    loader: Any = data.dataloader
     if _only_yields(loader) or place_of(loader) is not None:
         shared = loader
     elif layout is Layout.OTHER or not _can_be_shared(loader):
@@ -121,16 +131,8 @@ def share_training(data: DataSpec, *, group: Group, layout: Layout, seed: int) -
     return _with_loader(data, shared)
 
 
-def share_evaluation(data: DataSpec, *, group: Group, layout: Layout, label: str) -> DataSpec:
-    """Return the data of an evaluator as this rank evaluates them.
-
-    Args:
-        data: As the user gave it, the same on all ranks.
-        group: The ranks.
-        layout: How the model lies on them.
-        label: Of the evaluator, for messages.
-    """
-    loader = data.dataloader
+def _share_evaluation(data: DataSpec, *, group: Group, layout: Layout, label: str) -> DataSpec:
+    loader: Any = data.dataloader
     if group.is_alone or _only_yields(loader):
         return data
     place = place_of(loader)
@@ -149,7 +151,41 @@ def share_evaluation(data: DataSpec, *, group: Group, layout: Layout, label: str
     if len(loader.dataset) < group.world_size:
         return data  # a rank without a sample could not take part
     share = Share(loader.dataset, num_replicas=group.world_size, rank=group.rank)
-    return _with_loader(data, _rebuilt(loader, batch_size=loader.batch_size, drop_last=loader.drop_last, sampler=share))
+    return _with_loader(
+        data,
+        _rebuilt(loader, batch_size=loader.batch_size, drop_last=loader.drop_last, sampler=share),
+    )
+
+
+def share_evaluations(evaluators: Iterable[Evaluator], *, group: Group, layout: Layout) -> None:
+    """Give this rank its share of the data of evaluators."""
+    for one in evaluators:
+        one.data = _share_evaluation(one.data, group=group, layout=layout, label=one.label)
+
+
+def agree_on_length(state: State, group: Group) -> bool:
+    """Give every rank an epoch of the same length, as far as the loaders tell theirs.
+
+    Returns:
+        Whether they do not, so that the ranks must ask each other before every batch.
+    """
+    if group.is_alone:
+        return False
+    length = loader_length(state.train_dataloader)
+    lengths = group.collect("compare the length of its data", lambda: length)
+    known = [one for one in lengths if one is not None]
+    if len(known) < len(lengths):
+        return True
+    if min(known) < max(known):
+        _log.warning(
+            "The training loaders of the ranks have from %d to %d batches; an epoch ends with the "
+            "shortest.",
+            min(known),
+            max(known),
+        )
+        steps = state.steps_per_epoch
+        state.steps_per_epoch = min(known) if steps is None else min(steps, *known)
+    return False
 
 
 def _check_shares(loader: Any, group: Group) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import UsageError
 from ..progress.time import Time, TimeUnit
 from ..progress.timer import Timer
+from ..state.objects import PerRank
 from .algorithm import Algorithm
 from .callback import Callback
 from .evaluator import Evaluator
 from .names import name_all
+from .parallel import device_of, is_deepspeed
 from .precision import Precision
 from .several import as_list
 
@@ -69,12 +71,13 @@ class State:
     Attributes:
         batch: The batch on the device; between ``BEFORE_FORWARD`` and ``AFTER_BACKWARD`` the
             microbatch.
-        batch_num_samples: Samples of the batch that came from the loader last.
-        batch_num_tokens: Its tokens.
-        loss: The last microbatch's loss; at ``BATCH_END`` the whole batch's, detached.
+        batch_num_samples: Samples of the batch that came from the loader last, on this rank.
+        batch_num_tokens: Its tokens, on this rank.
+        loss: The last microbatch's loss; at ``BATCH_END`` the whole batch's, detached: of several
+            ranks the mean, the same on every rank.
         outputs: What the model's forward pass returned last.
         current_metrics: Label -> metric name -> value. Training metrics are under ``"train"``.
-        timer: Counts epochs, batches, samples, tokens and seconds.
+        timer: Counts epochs, batches, samples, tokens and seconds; samples and tokens of all ranks.
         serialized_attributes: Names of the attributes that are saved and restored. Remove one (in
             an ``init`` callback, so that it counts for the restore too) to leave it out.
         pending_eval: An evaluation that was cut off and is done first when the training goes on.
@@ -122,6 +125,7 @@ class State:
         self._schedulers: list[Any] = []
         self._algorithms: list[Algorithm] = []
         self._callbacks: list[Callback] = []
+        self._ranks_own: set[int] = set()
         self.optimizers = optimizers
         self.schedulers = schedulers
         self.algorithms = algorithms
@@ -135,8 +139,7 @@ class State:
     @property
     def device(self) -> torch.device:
         """Return where the model's parameters are."""
-        first = next(self.model.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        return device_of(self.model)
 
     @property
     def max_duration(self) -> Time:
@@ -248,10 +251,7 @@ class State:
     @property
     def is_model_deepspeed(self) -> bool:
         """Return whether the model is a DeepSpeed engine. Never imports DeepSpeed itself."""
-        return any(
-            kind.__module__.split(".")[0] == "deepspeed" and kind.__name__ == "DeepSpeedEngine"
-            for kind in type(self.model).__mro__
-        )
+        return is_deepspeed(self.model)
 
     @property
     def deepspeed_model(self) -> Any:
@@ -298,12 +298,20 @@ class State:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callbacks. Setting takes one or several."""
+        """The callbacks. Setting takes one or several, each as it is or as ``PerRank(it)``."""
         return self._callbacks
 
     @callbacks.setter
     def callbacks(self, value: Any) -> None:
-        self._callbacks[:] = as_list(value, name="callbacks", method="run_event")
+        given = list(value) if isinstance(value, list | tuple | Iterator) else [value]
+        bare = [one.target if isinstance(one, PerRank) else one for one in given]
+        found = as_list(None if value is None else bare, name="callbacks", method="run_event")
+        self._ranks_own = {id(one.target) for one in given if isinstance(one, PerRank)}
+        self._callbacks[:] = found
+
+    def is_ranks_own(self, callback: Callback) -> bool:
+        """Return whether each rank saves the state of a callback for itself."""
+        return id(callback) in self._ranks_own
 
     def named(self, attribute: str) -> dict[str, Any]:
         """Return the objects of ``optimizers``, ``callbacks``, ... by their unique names.

@@ -13,6 +13,7 @@ rank without a further word. Alone there is no message.
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +51,15 @@ class Tally:
 
     Args:
         group: The ranks.
+        signal_number: Returns the signal that this process got, if it did.
         num_alike: How many ranks train on the same samples, such as those of tensor parallelism.
     """
 
-    def __init__(self, group: Group, *, num_alike: int = 1) -> None:
+    def __init__(
+        self, group: Group, *, signal_number: Callable[[], int | None], num_alike: int = 1
+    ) -> None:
         self._group = group
+        self._signal_number = signal_number
         self._num_alike = num_alike
         self._sent: torch.Tensor | None = None
         self._work: Any = None
@@ -66,7 +71,6 @@ class Tally:
         num_samples: int,
         num_tokens: int,
         wall_s: float,
-        signal_number: int | None,
     ) -> None:
         """Send this rank's part. Every rank must, once in a batch.
 
@@ -75,13 +79,13 @@ class Tally:
             num_samples: Its samples.
             num_tokens: Its tokens.
             wall_s: The seconds trained; rank 0's count.
-            signal_number: The signal that this rank got, if it did.
         """
         if self._group.is_alone:
             self._work = Sums(loss=loss, num_samples=num_samples, num_tokens=num_tokens)
             return
         clock = wall_s if self._group.rank == 0 else 0.0
-        got = [float(signal_number == one) for one in _SIGNALS]
+        number = self._signal_number()
+        got = [float(number == one) for one in _SIGNALS]
         numbers = torch.tensor([num_samples, num_tokens, clock, *got], dtype=torch.float64)
         # On the device of the loss: reading the loss here would wait for the device.
         own = loss.detach().reshape(1).double()

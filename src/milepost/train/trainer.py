@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
+from weakref import finalize
 
 import torch
 
-from ..display import Bar, training_bar
+from ..display import training_bar
 from ..errors import NonFiniteLossError, Preempted, UsageError
 from ..naming import NameFormat
-from ..progress.time import Time, TimeUnit
+from ..progress.time import Time
 from ..runs.keep import KeepPolicy
 from ..state.dealt_loader import resumable
+from .alarm import Alarm
 from .algorithm import Algorithm
 from .callback import Callback
-from .data import DataSpec
 from .dispatch import Dispatch
 from .evaluating import Evaluation, EvaluationCutOff
 from .evaluator import MetricSpec, as_evaluators, metric_names
 from .events import Event
+from .group import Group
 from .loading import ObjectStore, Place
 from .loop import Loop
-from .metrics import Metrics
+from .metrics import training_metrics
 from .model import Loss, adapt
+from .non_finite import NonFinite
+from .notes import close_all
+from .parallel import Parallel, check_choices, device_of, prepare, wrap
 from .places import save_location
-from .precision import Precision, check_precision, make_scaler
-from .saving import Saving, attach_note
-from .seeding import choose_seed, make_deterministic, seed_everything
+from .precision import Precision, choose_scaler
+from .saving import Saving
+from .seeding import choose_seed, make_deterministic, reseed, seed_everything
 from .session import Session
 from .several import as_list
-from .state import State, global_rank
+from .sharing import agree_on_length, num_alike, share_evaluations, share_training
+from .showing import num_batches, show
+from .state import State
 from .step import TrainStep
+from .stopping import Stopping
+from .tally import Tally
 
 __all__ = ["Trainer"]
-
-_log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -69,6 +75,10 @@ class Trainer:
         train_metrics: Which; ``None``: those of ``model.metrics(train=True)``.
         progress_bar: Show the progress on standard error.
         device: Where to move the model; ``None``: it stays where it is.
+        parallel: Of several ranks: ``"ddp"`` wraps a plain model in ``DistributedDataParallel``;
+            ``None`` leaves it alone. A model that is wrapped or sharded is taken as it is.
+        group_timeout_s: Of several ranks: how long one waits for another in the training.
+        rank_timeout_s: How long one waits for another to come to the same save or start.
         run_name: Name of the run, for a relative ``save_folder``.
         save_folder: Where to save. Relative: in ``./runs/<run_name or time>/rank_0/``. ``None``:
             nothing is saved.
@@ -126,6 +136,9 @@ class Trainer:
         train_metrics: MetricSpec = None,
         progress_bar: bool = True,
         device: torch.device | str | None = None,
+        parallel: Parallel = "ddp",
+        group_timeout_s: float = 600.0,
+        rank_timeout_s: float = 45.0,
         run_name: str | None = None,
         save_folder: str | os.PathLike[str] | None = None,
         save_interval: Any = "1ep",
@@ -144,19 +157,21 @@ class Trainer:
         load_chunk_size: int = 1_048_576,
         load_progress_bar: bool = True,
     ) -> None:
-        folder = save_location(save_folder, run_name=run_name, resume=resume)
-        if step_schedulers_every not in ("batch", "epoch"):
-            raise UsageError(f"step_schedulers_every={step_schedulers_every!r}: batch or epoch?")
-        if deterministic_mode:
-            make_deterministic()
+        check_choices(parallel, step_schedulers_every)
+        make_deterministic(is_wanted=deterministic_mode)
         if device is not None:
             model.to(device)
-        data = DataSpec.of(train_dataloader)
+        group = self._group = Group.join(device_of(model), timeout_s=group_timeout_s)
+        self._end = finalize(self, group.leave)  # at the end of the process at the latest
+        where: Any = {"run_name": run_name, "resume": resume}
+        folder = group.lead("choose a folder", lambda: save_location(save_folder, **where))
+        layout = prepare(model, group)
+        data = share_training(train_dataloader, group=group, layout=layout, seed=seed or 0)
         self._loader = resumable(data.dataloader)
         self.state = State(
             model,
             max_duration=max_duration,
-            rank_zero_seed=choose_seed(seed),
+            rank_zero_seed=group.lead("choose a seed", lambda: choose_seed(seed)),
             train_dataloader=data.dataloader,
             grad_accum=grad_accum,
             precision=precision,
@@ -170,29 +185,29 @@ class Trainer:
         state = self.state
         if not state.optimizers:
             raise UsageError("A training needs an optimizer.")
-        check_precision(state.precision, state.device)
-        if state.scaler is None:
-            state.scaler = make_scaler(state.precision, state.device)
+        state.scaler = choose_scaler(state.precision, state.device, given=scaler)
         state.evaluators = as_evaluators(
             eval_dataloader,
             model=state.bare_model,
             metrics=eval_metrics,
             eval_interval=eval_interval,
         )
+        share_evaluations(state.evaluators, group=group, layout=layout)
         how = adapt(state.bare_model, loss_fn=loss_fn)
-        seed_everything(state.seed)
+        seed_everything(state.rank_zero_seed)
         self._dispatch = Dispatch(state)
         self._dispatch.run(Event.INIT)
+        reseed(state.seed, rank=group.rank)
         if save_name_format:
             NameFormat(save_name_format).check_metrics(metric_names(state.evaluators))
-        metrics = _training_metrics(
+        metrics = training_metrics(
             state.bare_model, wanted=compute_training_metrics, given=train_metrics
         )
-        metrics.reset(state.device)
         self._session = Session(
             state,
             loader=self._loader,
             metrics=metrics,
+            group=group,
             folder=folder,
             resume=resume,
             grace_s=grace_s,
@@ -203,6 +218,7 @@ class Trainer:
                 "save_name_format": save_name_format,
                 "on_save_error": on_save_error,
                 "max_failed_saves": max_failed_saves,
+                "rank_timeout_s": rank_timeout_s,
             },
         )
         self._session.load(
@@ -211,20 +227,25 @@ class Trainer:
             weights_only=load_weights_only,
             strict=load_strict,
             chunk_size_bytes=load_chunk_size,
-            is_bar_shown=load_progress_bar and global_rank() == 0,
+            is_bar_shown=load_progress_bar and group.rank == 0,
         )
+        state.model = wrap(state.model, parallel, group)
+        self._alarm = Alarm(group)
+        self._stopping = Stopping(group, self._session.signals)
         self._saving = Saving(
             state,
             loader=self._loader,
             checkpointer=self._session.checkpointer,
             interval=save_interval,
-            signals=self._session.signals,
+            stopping=self._stopping,
+            is_alone=group.is_alone,
         )
         self._evaluation = Evaluation(
             state,
             model=how,
             dispatch=self._dispatch,
-            should_stop=lambda: self._saving.is_stop_asked,
+            group=group,
+            stopping=self._stopping,
         )
         self._saving.evaluation = self._evaluation
         self._loop = Loop(
@@ -238,15 +259,25 @@ class Trainer:
                 data=data,
                 dispatch=self._dispatch,
                 metrics=metrics,
-                on_non_finite=self._saving.on_non_finite,
+                tally=Tally(
+                    group,
+                    signal_number=lambda: self._stopping.received,
+                    num_alike=num_alike(data.dataloader, group),
+                ),
+                on_non_finite=NonFinite(
+                    state, checkpointer=self._session.checkpointer, group=group
+                ).refuse,
                 on_step=self._saving.unmark,
             ),
             evaluation=self._evaluation,
             saving=self._saving,
             metrics=metrics,
+            group=group,
+            stopping=self._stopping,
+            asks_for_batches=agree_on_length(state, group),
             steps_schedulers_per_batch=step_schedulers_every == "batch",
         )
-        self._is_bar_shown = progress_bar and global_rank() == 0
+        self._is_bar_shown = progress_bar and group.rank == 0
         if self._session.is_restored:
             self._dispatch.after_load()
 
@@ -300,8 +331,12 @@ class Trainer:
         return self._saving.save_now(name)
 
     def close(self) -> None:
-        """Leave the run, so that nothing more is saved. ``fit`` waits for its saves by itself."""
+        """Leave the run, so that nothing more is saved. ``fit`` waits for its saves by itself.
+
+        Of several ranks each leaves the others too, and a process group that the trainer has made.
+        """
         self._session.close()
+        self._end()
 
     @property
     def checkpoint_folder(self) -> str | None:
@@ -330,71 +365,34 @@ class Trainer:
     def _training(self) -> Iterator[None]:
         """Surround the loop: signals, errors, progress, and the end of everything."""
         error: BaseException | None = None
+        timer = self.state.timer
         self._session.begin_fit()
-        self.state.timer.start()
+        self._stopping.begin()
+        self._alarm.listen()
+        if not self._group.is_alone:
+            timer.hold(timer.wall_s)
+        timer.start()
         try:
-            with training_bar(total=_num_batches(self.state), is_shown=self._is_bar_shown) as bar:
-                self._loop.on_batch = lambda: _show(bar, self.state, self._saving)
+            with training_bar(total=num_batches(self.state), is_shown=self._is_bar_shown) as bar:
+                self._loop.on_batch = lambda: show(bar, self.state, self._saving)
                 try:
                     yield
                     self._saving.wait()
                 except EvaluationCutOff:
                     self._saving.stop()
                 finally:
-                    _show(bar, self.state, self._saving)
+                    show(bar, self.state, self._saving)
         except (Preempted, NonFiniteLossError, GeneratorExit) as raised:
             error = raised
             raise
         except BaseException as raised:
-            error = raised
+            error = self._alarm.report(raised)
+            self._group.give_up(error)
             self._saving.rescue(raised)
+            if error is not raised:
+                raise error from raised
             raise
         finally:
-            self.state.timer.stop()
-            _close_all((self._dispatch.close, self._session.end_fit), error)
-
-
-def _training_metrics(model: torch.nn.Module, *, wanted: bool, given: MetricSpec) -> Metrics:
-    if not wanted:
-        return Metrics(None)
-    if given is None and callable(getattr(model, "metrics", None)):
-        given = model.metrics(train=True)  # type: ignore[operator]
-    metrics = Metrics(given)
-    if not len(metrics):
-        raise UsageError(
-            "compute_training_metrics=True, but there are none.",
-            hint="Pass train_metrics, or give the model metrics(train=True).",
-        )
-    return metrics
-
-
-def _num_batches(state: State) -> float | None:
-    whole, steps = state.max_duration, state.steps_per_epoch
-    if whole.unit is TimeUnit.BATCH:
-        return float(whole.value)
-    if whole.unit is TimeUnit.EPOCH and steps is not None:
-        return float(whole.value * steps)
-    return None
-
-
-def _show(bar: Bar, state: State, saving: Saving) -> None:
-    text = f"epoch {state.timer.epoch}"
-    if saving.newest_name:
-        text += f", saved {saving.newest_name}"
-    bar.update(state.timer.batch, total=_num_batches(state), text=text)
-
-
-def _close_all(steps: Sequence[Callable[[], None]], error: BaseException | None) -> None:
-    """Take every step, and let no failure in one hide the error that came before."""
-    first: Exception | None = None
-    for step in steps:
-        try:
-            step()
-        except Exception as failure:  # noqa: BLE001 - raised below, or noted
-            earlier = error or first
-            if earlier is None:
-                first = failure
-            else:
-                attach_note(earlier, f"Another error while closing: {failure!r}")
-    if first is not None:
-        raise first
+            timer.stop()
+            ends = (self._dispatch.close, lambda: self._session.end_fit(error), self._alarm.stop)
+            close_all(ends, error)
