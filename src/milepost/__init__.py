@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         State,
         Trainer,
     )
+    from .validation.config import ValidationConfig, ValidationTaskConfig
 
 __all__ = [
     "AccessError",
@@ -132,6 +133,8 @@ __all__ = [
     "Trainer",
     "UnsupportedStateError",
     "UsageError",
+    "ValidationConfig",
+    "ValidationTaskConfig",
     "Value",
     "__version__",
     "get_all_reported_checkpoints",
@@ -164,6 +167,7 @@ _NAMES_OF_MODULES = {
     "runs.keep": "KeepAll KeepBest KeepEvery KeepLast KeepWithin",
     "state.report": "LoadReport",
     "stores": "open_store",
+    "validation.config": "ValidationConfig ValidationTaskConfig",
     "train": "Algorithm Callback DataSpec Evaluator Event Precision State Trainer",
 }
 _MODULE_OF_NAME = {

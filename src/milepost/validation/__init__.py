@@ -1,0 +1,1 @@
+"""Checkpoints looked at by processes of their own, while training goes on."""
