@@ -27,7 +27,8 @@ from ..format.manifest import FileEntry, Manifest, check_version
 from ..state.source import TensorInfo
 from ..stores.base import Reader, Store
 from ..stores.pages import page_memory
-from ..tensors.boxes import Box, local_box, local_tensor
+from ..tensors.boxes import Box
+from ..tensors.flat import Run, pieces_of
 from .pieces import Cut, Piece, StoredWhole, cuts, read_rows
 from .tables import RankTables
 
@@ -114,10 +115,10 @@ class CheckpointSource:
             raise FormatError(f"The index of {self.name} holds a malformed path.")
         return path
 
-    def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
+    def read(self, wanted: Sequence[tuple[str, str, Tensor | Run]]) -> None:
         """Read tensors into existing ones. See ``StateSource.read``."""
         self.read_boxes(
-            [(item, key, local_box(live), local_tensor(live)) for item, key, live in wanted]
+            [(item, key, box, live) for item, key, one in wanted for box, live in pieces_of(one)]
         )
 
     def read_boxes(self, wanted: Sequence[tuple[str, str, Box, Tensor]]) -> None:

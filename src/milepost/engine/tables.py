@@ -47,11 +47,12 @@ def directory(items: Sequence[PackedItem], *, world_size: int) -> tuple[list[Any
         if item.home not in ("all", "leader"):
             continue
         rows = tensors[item.name] = []
-        for leaf in item.leaves:
+        # Of a run of elements a rank may have several pieces.
+        for leaf in {leaf.key: leaf for leaf in item.leaves}.values():
             where: dict[str, int] | None = None
             if leaf.grid is not None and leaf.grid.cuts and item.home == "all":
                 where = {"grid": grids.setdefault(leaf.grid, len(grids))}
-            elif (item.name, leaf.part_key) in seen:
+            elif leaf.shape == leaf.whole_shape and (item.name, leaf.part_key) in seen:
                 where = {"rank": seen[item.name, leaf.part_key]}
             rows.append([leaf.key, leaf.code, list(leaf.whole_shape), where])
     return [[list(g.shape), list(g.ranks), [list(c) for c in g.cuts]] for g in grids], tensors

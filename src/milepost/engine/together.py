@@ -198,7 +198,13 @@ def _structure(item: PackedItem) -> int:
 
 
 def _described(item: PackedItem) -> list[Any]:
-    return [[leaf.key, leaf.code, list(leaf.whole_shape), leaf.is_leaders] for leaf in item.leaves]
+    # A rank may have several pieces of a tensor, or an empty one.
+    return list(
+        {
+            leaf.key: [leaf.key, leaf.code, list(leaf.whole_shape), leaf.is_leaders]
+            for leaf in item.leaves
+        }.values()
+    )
 
 
 def _leaves(share: Share, names: Iterable[str]) -> dict[str, int]:

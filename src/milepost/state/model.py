@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from ..errors import MismatchError, UnsupportedStateError
 from ..tensors.boxes import is_sharded
 from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
+from ..tensors.flat import Run
 from ..tensors.unpack import leaf_tag, unpack_item
-from .names import name_cleaner, unwrap
+from .flattened import flat_state, is_flattened, reshard
+from .names import name_cleaner, named_parameters, unwrap
 from .parts import Alike
 from .report import LoadReport, restoring
 from .source import StateSource, load_item, new_like
@@ -50,11 +52,8 @@ class ModelPart(Alike):
 
     def frozen(self) -> Collection[str]:
         """Return the names of parameters that do not require gradients."""
-        clean = name_cleaner(self.module)
         return {
-            clean(name)
-            for name, parameter in self.module.named_parameters(remove_duplicate=False)
-            if not parameter.requires_grad
+            name for name, parameter in named_parameters(self.module) if not parameter.requires_grad
         }
 
     def check(self, source: StateSource, item: str, report: LoadReport) -> None:
@@ -80,6 +79,7 @@ class ModelPart(Alike):
             )
         if self._takes_tensors_in_place(source.trees[item], matches):
             self._read_in_place(source, item, matches)
+            reshard(self.module)
         else:
             self._load_through_hooks(source, item, matches)
         report.loaded.extend(f"{item}: {stored}" for stored, _ in matches.values())
@@ -91,6 +91,8 @@ class ModelPart(Alike):
             UnsupportedStateError: Two entries have one name once it is free of wrappers.
         """
         clean = name_cleaner(self.module)
+        if is_flattened(self.module):
+            return {name: (name, one) for name, one in flat_state(self.module, clean).items()}
         live: dict[str, tuple[str, Any]] = {}
         for own, value in self.module.state_dict().items():
             name = clean(own)
@@ -131,7 +133,9 @@ class ModelPart(Alike):
         self, label: str, tag: Any, infos: Mapping[str, Any], value: Any, report: LoadReport
     ) -> bool:
         is_leaf = isinstance(tag, Mapping) and tag.get("$") == "tensor"
-        if not is_leaf or not isinstance(value, Tensor) or value.layout is not torch.strided:
+        if not is_leaf or not isinstance(value, Tensor | Run):
+            return True
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
             return True
         key = leaf_tag(tag)
         if key not in infos:
@@ -159,8 +163,10 @@ class ModelPart(Alike):
             if not isinstance(tag, Mapping) or tag.get("$") != "tensor":
                 return False
             is_plain = type(value) is Tensor or is_sharded(value)
-            if not is_plain or value.layout is not torch.strided:
+            if not isinstance(value, Run) and not (is_plain and value.layout is torch.strided):
                 return False
+        if is_flattened(self.module):
+            return True  # its hooks are about the very form that is not used here
         if type(self.module).load_state_dict is not nn.Module.load_state_dict:
             return False
         return not any(_has_load_hooks(child) for child in self.module.modules())
@@ -169,8 +175,8 @@ class ModelPart(Alike):
         self, source: StateSource, item: str, matches: Mapping[str, tuple[str, Any]]
     ) -> None:
         tree, infos = source.trees[item], source.tensors(item)
-        wanted: list[tuple[str, str, Tensor]] = []
-        later: list[tuple[Tensor, Any, dict[str, Tensor]]] = []
+        wanted: list[tuple[str, str, Tensor | Run]] = []
+        later: list[tuple[Tensor | Run, Any, dict[str, Tensor | Run]]] = []
         for stored, value in matches.values():
             tag = tree[stored]
             key = leaf_tag(tag)
@@ -184,7 +190,11 @@ class ModelPart(Alike):
         source.read(wanted)
         with torch.no_grad():
             for value, tag, made in later:
-                value.copy_(unpack_item(tag, made.__getitem__))
+                found = unpack_item(tag, made.__getitem__)
+                if isinstance(value, Run):
+                    value.data.copy_(found.data)
+                else:
+                    value.copy_(found)
 
     def _load_through_hooks(
         self, source: StateSource, item: str, matches: Mapping[str, tuple[str, Any]]

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from .flattened import FlatShare, flat_shares
 from .stages import Model, Stage
 
-__all__ = ["ParameterNames", "name_cleaner", "tied_names", "unwrap"]
+__all__ = ["ParameterNames", "name_cleaner", "named_parameters", "tied_names", "unwrap"]
 
-_COMPILED = re.compile(r"(^|\.)_orig_mod(?=\.)")
+_WRAPPED = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
@@ -50,11 +51,27 @@ def name_cleaner(module: nn.Module) -> Callable[[str], str]:
         for prefix in inner:
             if name.startswith(prefix):
                 name = prefix[: -len("module.")] + name[len(prefix) :]
-        if "_orig_mod" in name:
-            name = _COMPILED.sub("", name).lstrip(".")
+        if "_orig_mod" in name or "_wrapped_module" in name:
+            name = _WRAPPED.sub("", name).lstrip(".")
         return name
 
     return clean
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a module by clean name, under all names of tied ones.
+
+    One that was flattened with others comes under the names of all that it is made of.
+    """
+    clean = name_cleaner(module)
+    owners: set[int] = set()
+    for share in flat_shares(module, clean):
+        owners.add(id(share.owner))
+        for name in share.names:
+            yield name, share.owner
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in owners:
+            yield clean(name), parameter
 
 
 class ParameterNames:
@@ -68,27 +85,56 @@ class ParameterNames:
 
     def __init__(self, models: Mapping[str, Model]) -> None:
         self._has_several = len(models) > 1
-        self._names: dict[int, list[tuple[str, str]]] = {}
+        # What a parameter is made of, mostly one, and all names of each.
+        self._names: dict[int, list[list[tuple[str, str]]]] = {}
+        self._shares: dict[int, list[FlatShare]] = {}
         self._staged: set[int] = set()
         for item, model in models.items():
             for wrapped in model.modules if isinstance(model, Stage) else (model,):
                 module = unwrap(wrapped)
                 clean = name_cleaner(module)
+                flat = self._add_flat(item, flat_shares(module, clean))
                 for name, parameter in module.named_parameters(remove_duplicate=False):
                     plain = clean(name)
-                    self._names.setdefault(id(parameter), []).append((plain, f"{item}/{plain}"))
+                    if id(parameter) not in flat:
+                        things = self._names.setdefault(id(parameter), [[]])
+                        things[0].append((plain, f"{item}/{plain}"))
                     if isinstance(model, Stage):
                         self._staged.add(id(parameter))
-        self._counts = Counter(plain for names in self._names.values() for plain, _ in names)
+        self._counts = Counter(
+            plain for things in self._names.values() for names in things for plain, _ in names
+        )
+
+    def _add_flat(self, item: str, shares: Iterable[FlatShare]) -> set[int]:
+        """Note the names of parameters that were flattened; return the ids of their owners."""
+        added: set[int] = set()
+        for share in shares:
+            owner = id(share.owner)
+            if owner in self._names and owner not in added:
+                continue  # known from another model
+            added.add(owner)
+            names = [(plain, f"{item}/{plain}") for plain in share.names]
+            self._names.setdefault(owner, []).append(names)
+            self._shares.setdefault(owner, []).append(share)
+        return added
 
     def of(self, parameter: torch.Tensor) -> str | None:
         """Return the name of a parameter, or ``None`` if no tracked model has it."""
-        names = self._names.get(id(parameter))
-        return None if names is None else names[0][self._has_several]
+        things = self._names.get(id(parameter))
+        return None if things is None else things[0][0][self._has_several]
 
     def all(self) -> set[str]:
         """Return all names of all parameters: tied ones have several."""
-        return {name[self._has_several] for names in self._names.values() for name in names}
+        return {
+            name[self._has_several]
+            for things in self._names.values()
+            for names in things
+            for name in names
+        }
+
+    def shares(self, parameter: torch.Tensor) -> tuple[FlatShare, ...]:
+        """Return what a parameter is made of, if it was flattened."""
+        return tuple(self._shares.get(id(parameter), ()))
 
     def is_staged(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter belongs to a stage, so that other ranks have others."""
@@ -113,14 +159,33 @@ class ParameterNames:
         Returns:
             One of the stored names if one fits; else the name as it is now, or ``None``.
         """
-        now = self.of(parameter)
-        if now is None or now in stored:
+        found = self.all_among(parameter, stored, tied)
+        return found[0] if found else None
+
+    def all_among(
+        self,
+        parameter: torch.Tensor,
+        stored: Collection[str],
+        tied: Mapping[str, Sequence[str]] | None = None,
+    ) -> tuple[str, ...]:
+        """Return the names of all that a parameter is made of; see :meth:`among`."""
+        things = self._names.get(id(parameter), ())
+        return tuple(self._pick(names, stored, tied or {}) for names in things)
+
+    def _pick(
+        self,
+        names: Sequence[tuple[str, str]],
+        stored: Collection[str],
+        tied: Mapping[str, Sequence[str]],
+    ) -> str:
+        now = names[0][self._has_several]
+        if now in stored:
             return now
-        for plain, full in self._names[id(parameter)]:
+        for plain, full in names:
             forms = (full, plain) if self._has_several else (plain, full)
             is_certain = not self._has_several or self._counts[plain] == 1
             for form in forms if is_certain else forms[:1]:
-                for name in (form, *(tied or {}).get(form, ())):
+                for name in (form, *tied.get(form, ())):
                     if name in stored:
                         return name
         return now

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..tensors.boxes import is_sharded
-from ..tensors.unpack import leaf_tag
 from .names import ParameterNames, tied_names
 from .parts import Alike, Place
 from .report import LoadReport
-from .source import StateSource, load_tree, new_like
+from .slots import Slot
+from .source import StateSource, load_tree
 from .zero import holder_of, share_options
 
 __all__ = ["OptimizerPart"]
@@ -52,31 +51,35 @@ class OptimizerPart(Alike):
         """
         holder = holder_of(self.optimizer)
         state = holder.state_dict()
-        by_index = self._names_by_index(holder)
+        slots = _by_index(self._held_slots(()))
         captured = dict(state)
         if holder is self.optimizer:
-            named = [[by_index[index] for index in g["params"]] for g in state["param_groups"]]
+            groups = [[slots[index] for index in g["params"]] for g in state["param_groups"]]
             options = state["param_groups"]
         else:
-            named, options = self._names_by_group(), self.optimizer.param_groups
+            groups, options = self._slots(()), self.optimizer.param_groups
         captured["param_groups"] = [
-            {**group, "params": names} for group, names in zip(options, named, strict=True)
+            {**group, "params": [name for slot in members for name in slot.names]}
+            for group, members in zip(options, groups, strict=True)
         ]
         if self.spread() is not None:
             for group in captured["param_groups"]:
                 group.pop("param_names", None)  # those of this rank, in another form
-        known = {k: v for k, v in state["state"].items() if type(k) is int and k in by_index}
-        captured["state"] = {by_index[index]: value for index, value in known.items()}
+        known = {k: v for k, v in state["state"].items() if type(k) is int and k in slots}
+        captured["state"] = {
+            name: part for index, v in known.items() for name, part in slots[index].split(v).items()
+        }
         captured["other"] = {k: v for k, v in state["state"].items() if k not in known}
         return captured
 
     def spread(self) -> Collection[Place] | None:
         """Return the parameters whose state this rank has, if other ranks have other state."""
-        holder, names = holder_of(self.optimizer), self._get_names()
-        is_staged = any(names.is_staged(p) for g in holder.param_groups for p in g["params"])
-        if holder is self.optimizer and not is_staged:
+        names = self._get_names()
+        slots = [slot for group in self._held_slots(()) for slot in group]
+        is_same = holder_of(self.optimizer) is self.optimizer
+        if is_same and not any(slot.shares or names.is_staged(slot.parameter) for slot in slots):
             return None
-        return {("state", name) for names in self._held_names(()) for name in names}
+        return {("state", name) for slot in slots for name in slot.held}
 
     def learn(self, places: Collection[Place]) -> None:
         """Take note of the parameters of the optimizers of all ranks."""
@@ -110,12 +113,12 @@ class OptimizerPart(Alike):
         """Restore state and group options, each to the parameter of the same name."""
         self._tied = tied_names(source.trees)
         holder = holder_of(self.optimizer)
-        tree = source.trees[item]
-        names = {n for g in self._held_names(_names(tree)) for n in g}
+        tree, infos = source.trees[item], source.tensors(item)
+        slots = [slot for group in self._held_slots(_names(tree)) for slot in group]
+        names = {name for slot in slots for name in slot.held}
         wanted = {name: value for name, value in tree["state"].items() if name in names}
-        stored = load_tree(
-            source, item, {**tree, "state": wanted}, into=self._sharded(source, item)
-        )
+        into = {key: one for slot in slots for key, one in slot.into(wanted, infos).items()}
+        stored = load_tree(source, item, {**tree, "state": wanted}, into=into)
         if type(holder).load_state_dict is Optimizer.load_state_dict:
             self._restore_options(stored)
             share_options(self.optimizer)
@@ -128,57 +131,42 @@ class OptimizerPart(Alike):
             f"{item}: {name}" for names in self._names_by_group(_names(stored)) for name in names
         )
 
-    def _sharded(self, source: StateSource, item: str) -> dict[str, Tensor]:
-        """Return tensors to read state into that is sharded as its parameter is, by key."""
-        tree, infos = source.trees[item], source.tensors(item)
-        found: dict[str, Tensor] = {}
-        live = self._names_by_group(_names(tree))
-        for names, group in zip(live, self.optimizer.param_groups, strict=True):
-            for name, parameter in zip(names, group["params"], strict=True):
-                state = tree["state"].get(name) if is_sharded(parameter) else None
-                for tag in state.values() if isinstance(state, Mapping) else ():
-                    key = leaf_tag(tag) if _is_plain(tag) else ""
-                    if key in infos and infos[key].shape == tuple(parameter.shape):
-                        found[key] = new_like(parameter.detach(), infos[key])
-        return found
-
     def reapply_options(self, source: StateSource, item: str) -> None:
         """Restore the options of the groups once more, after a scheduler was built upon them."""
         tree = source.trees[item]
         self._restore_options(load_tree(source, item, {"param_groups": tree["param_groups"]}))
         share_options(self.optimizer)
 
-    def _names_by_group(self, stored: Collection[str] = ()) -> list[list[str]]:
-        """Return the names of the parameters of each group, as they were stored if they were."""
+    def _slots(self, stored: Collection[str]) -> list[list[Slot]]:
+        """Return what the optimizer has, by group, under the names it was stored under if it was.
+
+        A parameter of no tracked model is called after its place.
+        """
         names = self._get_names()
         return [
             [
-                names.among(p, stored, self._tied) or f"group{g}/{i}"
-                for i, p in enumerate(group["params"])
+                Slot(
+                    parameter,
+                    names.all_among(parameter, stored, self._tied) or (f"group{g}/{i}",),
+                    names.shares(parameter),
+                )
+                for i, parameter in enumerate(group["params"])
             ]
             for g, group in enumerate(self.optimizer.param_groups)
         ]
 
-    def _held_names(self, stored: Collection[str]) -> list[list[str]]:
-        """Return the names of those whose state is on this rank, by group."""
-        groups = self.optimizer.param_groups
-        name_of = {
-            id(parameter): name
-            for names, group in zip(self._names_by_group(stored), groups, strict=True)
-            for name, parameter in zip(names, group["params"], strict=True)
-        }
+    def _held_slots(self, stored: Collection[str]) -> list[list[Slot]]:
+        """Return that whose state is on this rank, by group."""
+        slots = self._slots(stored)
         holder = holder_of(self.optimizer)
-        return [[name_of[id(p)] for p in group["params"]] for group in holder.param_groups]
+        if holder is self.optimizer:
+            return slots
+        slot_of = {id(slot.parameter): slot for group in slots for slot in group}
+        return [[slot_of[id(p)] for p in group["params"]] for group in holder.param_groups]
 
-    def _names_by_index(self, holder: Optimizer, stored: Collection[str] = ()) -> dict[int, str]:
-        """Return the name behind each number in torch's own state dict."""
-        result: dict[int, str] = {}
-        seen: dict[int, int] = {}
-        for names, group in zip(self._held_names(stored), holder.param_groups, strict=True):
-            for name, parameter in zip(names, group["params"], strict=True):
-                index = seen.setdefault(id(parameter), len(seen))
-                result[index] = name
-        return result
+    def _names_by_group(self, stored: Collection[str] = ()) -> list[list[str]]:
+        """Return the names of all parameters of each group."""
+        return [[name for slot in group for name in slot.names] for group in self._slots(stored)]
 
     def _restore_options(self, stored: Mapping[str, Any]) -> None:
         group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
@@ -194,10 +182,12 @@ class OptimizerPart(Alike):
     def _restore_state(self, stored: Mapping[str, Any]) -> None:
         holder = holder_of(self.optimizer)
         state: defaultdict[Any, Any] = defaultdict(dict)
-        for names, group in zip(self._held_names(_names(stored)), holder.param_groups, strict=True):
-            for name, parameter in zip(names, group["params"], strict=True):
-                if name in stored["state"]:
-                    state[parameter] = _place(stored["state"][name], parameter, group)
+        groups = self._held_slots(_names(stored))
+        for slots, group in zip(groups, holder.param_groups, strict=True):
+            for slot in slots:
+                value = slot.join(stored["state"])
+                if value is not None:
+                    state[slot.parameter] = _place(value, slot.parameter, group)
         state.update(stored.get("other", {}))
         extra = {
             key: value
@@ -208,22 +198,26 @@ class OptimizerPart(Alike):
 
     def _load_by_position(self, stored: Mapping[str, Any]) -> None:
         """Hand a state dict in torch's own form to an optimizer that loads it in its own way."""
-        holder = holder_of(self.optimizer)
-        by_index = self._names_by_index(holder, _names(stored))
-        index_of = {name: index for index, name in by_index.items()}
+        held = self._held_slots(_names(stored))
+        slots = _by_index(held)
+        index_of = {id(slot.parameter): index for index, slot in slots.items()}
         group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
         groups = []
-        for names in self._held_names(group_of):
+        for members in held:
+            names = [name for slot in members for name in slot.names]
             home = next(group_of[name] for name in names if name in group_of)
-            groups.append({**home, "params": [index_of[name] for name in names]})
-        state = {index_of[n]: value for n, value in stored["state"].items() if n in index_of}
+            groups.append({**home, "params": [index_of[id(slot.parameter)] for slot in members]})
+        joined = {index: slot.join(stored["state"]) for index, slot in slots.items()}
+        state: dict[Any, Any] = {i: value for i, value in joined.items() if value is not None}
         state.update(stored.get("other", {}))
         rest = {k: v for k, v in stored.items() if k not in ("state", "param_groups", "other")}
-        holder.load_state_dict({**rest, "state": state, "param_groups": groups})
+        holder_of(self.optimizer).load_state_dict({**rest, "state": state, "param_groups": groups})
 
 
-def _is_plain(tag: Any) -> bool:
-    return isinstance(tag, Mapping) and tag.get("$") == "tensor" and "dtype" not in tag
+def _by_index(groups: Sequence[Sequence[Slot]]) -> dict[int, Slot]:
+    """Return the slot behind each number in torch's own state dict."""
+    seen = {id(slot.parameter): slot for group in groups for slot in group}
+    return dict(enumerate(seen.values()))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

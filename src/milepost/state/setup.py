@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .names import name_cleaner, unwrap
+from .names import name_cleaner, named_parameters, unwrap
 from .stages import Stage
 from .zero import class_name
 
@@ -119,9 +119,7 @@ def _modes(modules: Sequence[nn.Module]) -> dict[str, Any]:
             for name, child in module.named_modules()
             if child.training != is_training
         )
-        frozen.update(
-            clean(name) for name, one in module.named_parameters() if not one.requires_grad
-        )
+        frozen.update(name for name, one in named_parameters(module) if not one.requires_grad)
     return {"is_training": is_training, "others": sorted(others), "frozen": sorted(frozen)}
 
 
@@ -140,11 +138,14 @@ def _apply_modes(label: str, module: nn.Module, stored: Mapping[str, Any]) -> li
     if moved and "itself" not in moved:
         notes.append(f"{label}: the mode (train or eval) of {_some(moved)} is as it was saved.")
     changed = []
-    for name, parameter in module.named_parameters():
-        is_frozen = clean(name) in frozen
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in named_parameters(module):
+        names_of.setdefault(parameter, []).append(name)
+    for parameter, names in names_of.items():
+        is_frozen = not frozen.isdisjoint(names)
         if parameter.requires_grad == is_frozen and parameter.is_leaf:
             parameter.requires_grad_(not is_frozen)
-            changed.append(f"{clean(name)} is {'frozen' if is_frozen else 'not frozen'}")
+            changed.append(f"{names[0]} is {'frozen' if is_frozen else 'not frozen'}")
     if changed:
         notes.append(f"{label}: as it was saved, {_some(changed)}.")
     return notes

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, MissingError
-from ..tensors.boxes import Box, is_sharded, local_box, local_tensor
+from ..tensors.boxes import Box, is_sharded
 from ..tensors.dtypes import dtype_of_code
+from ..tensors.flat import Run, pieces_of
 from ..tensors.pack import PackedItem, pack_item
 from ..tensors.unpack import leaf_keys, unpack_item
 
@@ -52,7 +53,7 @@ class StateSource(Protocol):
     def tensors(self, item: str) -> Mapping[str, TensorInfo]:
         """Return what each dense tensor of an item is."""
 
-    def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
+    def read(self, wanted: Sequence[tuple[str, str, Tensor | Run]]) -> None:
         """Read tensors into existing ones.
 
         Args:
@@ -97,19 +98,16 @@ class MemorySource:
         """Return what each dense tensor of an item is."""
         return {k: TensorInfo(leaf.code, leaf.shape) for k, leaf in self._leaves[item].items()}
 
-    def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
+    def read(self, wanted: Sequence[tuple[str, str, Tensor | Run]]) -> None:
         """Copy tensors into existing ones."""
         with torch.no_grad():
             for item, key, destination in wanted:
-                source = self._leaves[item][key].tensor
-                if is_sharded(destination):
-                    box = local_box(destination)
-                    source = source[box.slices(within=Box.whole(source.shape))]
-                    destination = local_tensor(destination)  # noqa: PLW2901
-                if destination.dtype is torch.uint8 and source.dtype is not torch.uint8:
-                    raw = source.contiguous().reshape(-1).view(torch.uint8)
-                    source = raw.view(destination.shape)
-                destination.copy_(source)
+                whole = self._leaves[item][key].tensor
+                for box, live in pieces_of(destination):
+                    if live.dtype is torch.uint8 and whole.dtype is not torch.uint8:
+                        raw = whole.contiguous().reshape(-1).view(torch.uint8)
+                        whole = raw.view((*whole.shape, whole.itemsize))
+                    live.copy_(whole[box.slices(within=Box.whole(whole.shape))])
 
 
 def new_tensor(info: TensorInfo) -> Tensor:
@@ -128,7 +126,7 @@ def new_tensor(info: TensorInfo) -> Tensor:
         raise  # a possible shape: there is not enough memory for it
 
 
-def new_like(value: Tensor, info: TensorInfo) -> Tensor:
+def new_like(value: Tensor | Run, info: TensorInfo) -> Tensor | Run:
     """Return an uninitialised tensor of the stored dtype, sharded as another one is.
 
     Args:
@@ -136,6 +134,10 @@ def new_like(value: Tensor, info: TensorInfo) -> Tensor:
         info: What is stored.
     """
     dtype = dtype_of_code(info.code)
+    if isinstance(value, Run):
+        assert dtype is not None
+        is_raw = len(info.shape) > len(value.shape)
+        return value.like(dtype, num_bytes_each=info.shape[-1] if is_raw else 0)
     if not is_sharded(value) or dtype is None:
         return new_tensor(info)
     return torch.empty_like(value, dtype=dtype)
@@ -148,7 +150,9 @@ def _check_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         raise FormatError(f"No tensor can have the stored shape {list(shape)}: {error}.") from error
 
 
-def load_item(source: StateSource, item: str, *, into: Mapping[str, Tensor] | None = None) -> Any:
+def load_item(
+    source: StateSource, item: str, *, into: Mapping[str, Tensor | Run] | None = None
+) -> Any:
     """Read one item whole and put it together.
 
     Args:
@@ -168,7 +172,7 @@ def load_item(source: StateSource, item: str, *, into: Mapping[str, Tensor] | No
 
 
 def load_tree(
-    source: StateSource, item: str, tree: Any, *, into: Mapping[str, Tensor] | None = None
+    source: StateSource, item: str, tree: Any, *, into: Mapping[str, Tensor | Run] | None = None
 ) -> Any:
     """Read what a tree refers to, such as a part of the tree of an item, and put it together.
 
@@ -185,10 +189,12 @@ def load_tree(
     infos = source.tensors(item)
     given = into or {}
     keys = [key for key in dict.fromkeys(leaf_keys(tree)) if key in infos]
-    made = {key: given[key] if key in given else new_tensor(infos[key]) for key in keys}
+    made: dict[str, Tensor | Run] = {
+        key: given[key] if key in given else new_tensor(infos[key]) for key in keys
+    }
     source.read([(item, key, tensor) for key, tensor in made.items()])
 
-    def get(key: str) -> Tensor:
+    def get(key: str) -> Tensor | Run:
         if key not in made:
             raise MissingError(f"{source.name}: item {item!r} lacks the tensor {key!r}.")
         return made[key]
@@ -215,7 +221,7 @@ class _Subtree:
         infos = self._source.tensors(self._item)
         return {key: infos[key] for key in leaf_keys(self._tree) if key in infos}
 
-    def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
+    def read(self, wanted: Sequence[tuple[str, str, Tensor | Run]]) -> None:
         self._source.read([(self._item, key, tensor) for _, key, tensor in wanted])
 
 

@@ -22,6 +22,7 @@ from ..errors import UnsupportedStateError
 from ..format import tree
 from .boxes import Box, is_sharded, local_box, local_tensor, mesh_ranks, replicas_of
 from .dtypes import CODES, dtype_name, named_dtype
+from .flat import Run
 from .grids import Grid, grid_of
 
 __all__ = ["Holders", "Home", "Leaf", "PackedItem", "pack_item"]
@@ -128,27 +129,30 @@ def pack_item(
     packed = tree.encode(value, sink=packer.sink, path=(name, *at))
     names = set(frozen)
     if names:
-        for leaf in packer.leaves.values():
-            leaf.is_frozen = packer.aliases[leaf.key] <= names
+        for key, pieces in packer.leaves.items():
+            for leaf in pieces:
+                leaf.is_frozen = packer.aliases[key] <= names
     for key in leaders:
         # Of a sharded tensor the leader has a piece only.
         if key in packer.leaves and key not in packer.sharded:
-            packer.leaves[key].is_leaders = True
-    return PackedItem(name, packed, list(packer.leaves.values()), home)
+            packer.leaves[key][0].is_leaders = True
+    return PackedItem(name, packed, [leaf for one in packer.leaves.values() for leaf in one], home)
 
 
 class _Packer:
     def __init__(self, holders: Holders | None = None) -> None:
         self._holders = holders
-        self.leaves: dict[str, Leaf] = {}
+        self.leaves: dict[str, list[Leaf]] = {}
         self.aliases: dict[str, set[str]] = {}
         self.sharded: set[str] = set()
         self._seen: dict[tuple[Any, ...], str] = {}
-        self._owners: list[Tensor] = []
+        self._owners: list[Tensor | Run] = []
 
     def sink(self, path: tree.Path, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(path, value)
+        if isinstance(value, Run):
+            return self._dense(path, value)
         if isinstance(value, torch.dtype):
             return {"$": "torch.dtype", "v": dtype_name(value)}
         if isinstance(value, torch.device):
@@ -239,7 +243,7 @@ class _Packer:
             "zero_points": self._dense((*path, "zero_points"), value.q_per_channel_zero_points()),
         }
 
-    def _dense(self, path: tree.Path, value: Tensor) -> dict[str, Any]:
+    def _dense(self, path: tree.Path, value: Tensor | Run) -> dict[str, Any]:
         code = CODES.get(value.dtype)
         name = dtype_name(value.dtype)
         if code is None and named_dtype(name) is None:
@@ -252,23 +256,25 @@ class _Packer:
         key = self._seen.get(identity) if identity else None
         if key is None:
             key = self._free_key(plain_key)
-            box, whole, local = local_box(value), tuple(value.shape), local_tensor(value)
-            if code is None:
-                code, whole = "U8", (*whole, value.itemsize)
-                box = Box((*box.offsets, 0), (*box.sizes, value.itemsize))
-            self.leaves[key] = Leaf(
-                key,
-                local.resolve_conj().resolve_neg(),
-                code,
-                box.sizes,
-                local.numel() * local.itemsize,
-                box,
-                whole,
-                self._replicas(path, value),
-                grid_of(value),
-            )
+            whole = tuple(value.shape)
+            raw = () if code is not None else (value.dtype.itemsize,)
+            replicas = self._replicas(path, value)
+            self.leaves[key] = [
+                Leaf(
+                    key,
+                    local.resolve_conj().resolve_neg(),
+                    code or "U8",
+                    (*box.sizes, *raw),
+                    local.numel() * local.itemsize,
+                    Box((*box.offsets, *(0 for _ in raw)), (*box.sizes, *raw)),
+                    (*whole, *raw),
+                    replicas,
+                    None if isinstance(value, Run) else grid_of(value),
+                )
+                for box, local in self._held(value)
+            ]
             self.aliases[key] = set()
-            if is_sharded(value):
+            if isinstance(value, Run) or is_sharded(value):
                 self.sharded.add(key)
             if identity:
                 self._seen[identity] = key
@@ -278,12 +284,23 @@ class _Packer:
         tag: dict[str, Any] = {"$": "tensor", "key": key}
         if CODES.get(value.dtype) is None:
             tag["dtype"] = name
-        if not is_sharded(value) and not value.is_contiguous() and _is_dense(value):
+        if isinstance(value, Run) or is_sharded(value):
+            return tag
+        if not value.is_contiguous() and _is_dense(value):
             tag["stride"] = list(value.stride())
         return tag
 
-    def _replicas(self, path: tree.Path, value: Tensor) -> tuple[int, ...] | None:
+    def _held(self, value: Tensor | Run) -> list[tuple[Box, Tensor]]:
+        """Return the pieces that this rank has; an empty one if it has none."""
+        if isinstance(value, Run):
+            nothing = (0,) * len(value.shape)
+            return value.pieces() or [(Box(nothing, nothing), value.data.new_empty(nothing))]
+        return [(local_box(value), local_tensor(value))]
+
+    def _replicas(self, path: tree.Path, value: Tensor | Run) -> tuple[int, ...] | None:
         """Return the ranks that hold this very piece."""
+        if isinstance(value, Run):
+            return value.replicas if value.data.numel() else ()
         replicas = replicas_of(value)
         if self._holders is None:
             return replicas
@@ -310,8 +327,11 @@ _COMPRESSED: dict[torch.layout, str] = {
 }
 
 
-def _identity(value: Tensor) -> tuple[Any, ...] | None:
+def _identity(value: Tensor | Run) -> tuple[Any, ...] | None:
     """Return what two tensors share if they are one and the same memory, or ``None`` if empty."""
+    if isinstance(value, Run):
+        # Names of one parameter have one run of it, also where it is empty.
+        return ("run", id(value))
     if is_sharded(value):
         # A piece may be empty here and not elsewhere, and yet every rank must find the same.
         local = local_tensor(value)

@@ -11,11 +11,12 @@ from torch import Tensor
 from ..errors import FormatError
 from ..format import tree
 from .dtypes import named_dtype
+from .flat import Run
 from .generators import set_generator
 
 __all__ = ["leaf_keys", "leaf_tag", "unpack_item"]
 
-GetTensor = Callable[[str], Tensor]
+GetTensor = Callable[[str], Tensor | Run]
 
 
 def unpack_item(packed: Any, get: GetTensor) -> Any:
@@ -23,19 +24,20 @@ def unpack_item(packed: Any, get: GetTensor) -> Any:
 
     Args:
         packed: The tree that :func:`pack_item` made.
-        get: Returns the dense tensor of a key, as it is in the container. One tensor is returned
-            for every place that refers to the key.
+        get: Returns the dense tensor of a key, as it is in the container, or what this rank has of
+            it. One tensor is returned for every place that refers to the key.
 
     Raises:
         FormatError: A malformed tree.
         MissingError: From ``get``, for a key that is not there.
     """
-    made: dict[str, Tensor] = {}
+    made: dict[str, Any] = {}
 
-    def dense(tag: Mapping[str, Any]) -> Tensor:
+    def dense(tag: Mapping[str, Any]) -> Any:
         key = leaf_tag(tag)
         if key not in made:
-            made[key] = _shape(get(key), tag)
+            found = get(key)
+            made[key] = _run(found, tag) if isinstance(found, Run) else _shape(found, tag)
         return made[key]
 
     def resolve(tag: Mapping[str, Any]) -> Any:
@@ -90,6 +92,17 @@ def _shape(value: Tensor, tag: Mapping[str, Any]) -> Tensor:
         raise FormatError("The state gives a tensor strides that do not fit its shape.")
     strided = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
     return strided.copy_(value)
+
+
+def _run(value: Run, tag: Mapping[str, Any]) -> Run:
+    """Return a run that was read as raw bytes in its dtype."""
+    if "dtype" not in tag:
+        return value
+    dtype = named_dtype(tag["dtype"])
+    if dtype is None or value.shape[-1:] != (dtype.itemsize,):
+        raise FormatError(f"The state holds no {tag['dtype']} where it says so.")
+    start = value.start // dtype.itemsize
+    return Run(value.data.view(dtype), start, value.shape[:-1], value.replicas)
 
 
 def _fits(stride: list[Any], value: Tensor) -> bool:

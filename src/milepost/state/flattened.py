@@ -1,0 +1,156 @@
+"""Modules whose parameters were flattened, joined and cut: ``FullyShardedDataParallel``.
+
+Each rank holds a run of the elements of all parameters of a unit, in one flat tensor. What it holds
+of each parameter follows from tables that the wrapper keeps, so nothing has to be gathered: neither
+the weights, as its own ``state_dict`` does, nor the state of an optimizer, which lies in the same
+order. The tables are those of torch 2.4 to 2.13, where this wrapper is not developed any more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import UnsupportedStateError
+from ..tensors.flat import Run
+
+__all__ = ["FlatShare", "flat_shares", "flat_state", "is_flattened", "reshard"]
+
+Clean = Callable[[str], str]
+
+_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_FLAT = "_flat_param"
+_OWN_HOOKS = frozenset({"FullyShardedDataParallel", "CheckpointWrapper"})
+
+
+@dataclass(frozen=True, slots=True)
+class FlatShare:
+    """What this rank has of one parameter.
+
+    Attributes:
+        names: Its names in the module, free of wrappers; tied weights have several.
+        run: Its elements, in the live memory.
+        owner: What an optimizer has for it: the parameter, or the flat one of its whole unit.
+        offset: Where its elements begin in the owner.
+        owner_size: Elements of the owner on this rank, padding among them.
+    """
+
+    names: tuple[str, ...]
+    run: Run
+    owner: nn.Parameter
+    offset: int
+    owner_size: int
+
+
+def is_flattened(module: nn.Module) -> bool:
+    """Return whether some of a module's parameters were flattened."""
+    return next(_units(module), None) is not None
+
+
+def flat_shares(module: nn.Module, clean: Clean) -> list[FlatShare]:
+    """Return what this rank has of every parameter that was flattened.
+
+    Args:
+        module: The module.
+        clean: Frees names from wrappers.
+    """
+    found: list[FlatShare] = []
+    for path, unit in _units(module):
+        handle = unit._handle
+        flat = handle.flat_param
+        # Before the first forward pass the flat parameter itself is the shard.
+        local = getattr(flat, "_local_shard", flat).detach()
+        replicas = _replicas(unit, handle)
+        prefix = f"{path}." if path else ""
+        tied = defaultdict(list)
+        for info in flat._shared_param_infos:
+            first = _join(info.prim_module_name, info.prim_param_name)
+            tied[first].append(_join(info.module_name, info.param_name))
+        for index, (name, shape, part) in enumerate(
+            zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
+        ):
+            offset, count = part.offset_in_shard or 0, part.numel_in_shard or 0
+            start = part.intra_param_start_idx or 0
+            run = Run(local[offset : offset + count], start, tuple(shape), replicas)
+            names = tuple(clean(prefix + one) for one in (name, *tied[name]))
+            if handle._use_orig_params:
+                found.append(FlatShare(names, run, flat._params[index], 0, count))
+            else:
+                found.append(FlatShare(names, run, flat, offset, local.numel()))
+    return found
+
+
+def flat_state(module: nn.Module, clean: Clean) -> dict[str, Any]:
+    """Return the state of such a module by clean name: runs, and what was not flattened.
+
+    Raises:
+        UnsupportedStateError: A module inside changes its state dict in a way of its own.
+    """
+    runs = {name: share.run for share in flat_shares(module, clean) for name in share.names}
+    members: dict[str, list[str]] = defaultdict(list)
+    for name in runs:
+        members[name.rpartition(".")[0]].append(name)
+    state: dict[str, Any] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        own = type(child).__name__ in _OWN_HOOKS
+        if not own and (child._state_dict_hooks or child._state_dict_pre_hooks):
+            raise UnsupportedStateError(
+                f"{path or 'The model'} has hooks on its state_dict, and is inside a "
+                "FullyShardedDataParallel, whose state is taken without it.",
+                hint="Use fully_shard (FSDP2), or remove the hooks.",
+                path=path,
+            )
+        if own and type(child).__name__ == "FullyShardedDataParallel":
+            continue
+        state.update((name, runs[name]) for name in members.pop(clean(f"{path}.")[:-1], ()))
+        plain: dict[str, Any] = {}
+        child._save_to_state_dict(plain, f"{path}." if path else "", keep_vars=False)
+        for key, value in plain.items():
+            name = clean(key)
+            if name not in runs and not key.endswith(_FLAT):
+                state[name] = value
+    return state
+
+
+def reshard(module: nn.Module) -> None:
+    """Throw away gathered weights, which are older than what was just restored."""
+    for _, unit in _units(module):
+        handle = unit._handle
+        is_begun = hasattr(handle.flat_param, "_local_shard")
+        # The gathered ones are kept after a pass of the outermost unit, also where its parameters
+        # are the shards again.
+        if is_begun and handle.uses_sharded_strategy and not handle.needs_unshard():
+            from torch.distributed.fsdp._runtime_utils import _reshard
+
+            _reshard(unit, handle, True)  # noqa: FBT003 - free the gathered ones
+
+
+def _units(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the wrappers that have parameters, without loading the module that defines them."""
+    loaded = sys.modules.get(_MODULE)
+    if loaded is None:
+        return
+    for path, child in module.named_modules():
+        if isinstance(child, loaded.FullyShardedDataParallel) and child._handle is not None:
+            yield path, child
+
+
+def _replicas(unit: Any, handle: Any) -> tuple[int, ...]:
+    """Return the ranks that hold the same elements of a unit, as far as is known."""
+    if not handle.uses_sharded_strategy:
+        group = handle.process_group
+    else:
+        group = getattr(unit, "_inter_node_pg", None)
+    if group is None:
+        return (dist.get_rank(),)
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _join(module_name: str, name: str) -> str:
+    return f"{module_name}.{name}" if module_name else name
