@@ -21,8 +21,9 @@ from torch import Tensor
 from ..errors import FormatError, MissingError, UnsupportedStateError, storage_error
 from ..state.source import MemorySource, TensorInfo
 from ..stores import posix
-from ..tensors.boxes import Box, local_box, local_tensor, overlap
+from ..tensors.boxes import Box, overlap
 from ..tensors.dtypes import CODES, dtype_name, named_dtype
+from ..tensors.flat import Run, pieces_of
 from ..tensors.pack import PackedItem, pack_item
 from .dcp_metadata import DcpEntry, DcpPiece, read_dcp_metadata
 from .dcp_trees import DCP_METADATA, Path, Place, Tree, build_tree, place_all
@@ -194,11 +195,10 @@ class DcpSource:
         """Return where an item stood in the state that it was saved from."""
         return self._stood[item]
 
-    def read(self, wanted: Sequence[tuple[str, str, Tensor]]) -> None:
+    def read(self, wanted: Sequence[tuple[str, str, Tensor | Run]]) -> None:
         """Read tensors into existing ones. See ``StateSource.read``."""
         self.read_boxes(
-            (item, key, local_box(destination), local_tensor(destination))
-            for item, key, destination in wanted
+            (item, key, box, memory) for item, key, one in wanted for box, memory in pieces_of(one)
         )
 
     def read_boxes(self, wanted: Iterable[tuple[str, str, Box, Tensor]]) -> None:
