@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import milepost as mp
 from milepost.testing.asserts import assert_equal_states
+from milepost.train import ResumableSampler
 
 # torchdata calls a function that torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -99,7 +100,7 @@ def test_h01_counters_and_position_agree_after_a_resume_in_mid_epoch(tmp_path, s
 
 
 @pytest.mark.parametrize("when", ["last batch", "before the end of the epoch", "after it"])
-@pytest.mark.parametrize("kind", ["generator", "stateful", "stateful workers"])
+@pytest.mark.parametrize("kind", ["generator", "dealt", "stateful", "stateful workers"])
 def test_h02_a_checkpoint_at_the_end_of_an_epoch_neither_skips_nor_repeats_one(
     tmp_path, scramble, when, kind
 ):
@@ -107,6 +108,8 @@ def test_h02_a_checkpoint_at_the_end_of_an_epoch_neither_skips_nor_repeats_one(
 
     def objects():
         generator = torch.Generator().manual_seed(5)
+        if kind == "dealt":
+            return new_regression(32, batch_size=4, sampler=ResumableSampler(32, seed=5))
         if kind == "generator":
             data = TensorDataset(torch.arange(32.0))
             return new_regression(
@@ -273,6 +276,26 @@ def test_h05_the_order_is_right_when_the_stop_was_in_a_later_epoch(tmp_path, scr
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop_at", [1, 5, 8, 14])
+def test_h05_a_dealt_order_is_that_of_its_epoch(tmp_path, scramble, workers, stop_at):
+    """Nobody tells the epoch but the checkpointer, and each has an order of its own."""
+
+    def objects():
+        sampler = ResumableSampler(10, seed=7)
+        return new_regression(10, batch_size=2, sampler=sampler, num_workers=workers)
+
+    straight, ids, rest = Ids(), Ids(), Ids()
+    train(tmp_path / "straight", objects(), epochs=3, ids=straight)
+    train(tmp_path / "a", objects(), epochs=3, ids=ids, every=f"{stop_at}ba", stop_at=stop_at)
+    scramble()
+    train(tmp_path / "a", objects(), epochs=3, ids=rest)
+    assert ids + rest == straight
+    orders = [Ids(straight[at : at + 5]).flat() for at in (0, 5, 10)]
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop_at", [1, 5, 8, 14])
 def test_h05_a_plain_shuffle_goes_on_in_its_order(tmp_path, scramble, workers, stop_at):
     """Its only seed is the global generator, which dropout and everything else draw from too."""
 
@@ -288,7 +311,7 @@ def test_h05_a_plain_shuffle_goes_on_in_its_order(tmp_path, scramble, workers, s
     assert straight[:5] != straight[5:10]
 
 
-@pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize("kind", ["plain", "dealt", "stateful"])
 @pytest.mark.parametrize("workers_after", [2, 0])
 def test_h06_workers_that_run_ahead_do_not_move_the_position(
     tmp_path, scramble, kind, workers_after
@@ -302,6 +325,9 @@ def test_h06_workers_that_run_ahead_do_not_move_the_position(
         extra = {"prefetch_factor": 2} if workers else {}
         if kind == "plain":
             return new_regression(64, batch_size=4, num_workers=workers, **extra)
+        if kind == "dealt":
+            sampler = ResumableSampler(64, shuffle=False)
+            return new_regression(64, batch_size=4, sampler=sampler, num_workers=workers, **extra)
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         model, optimizer, loader = new_regression(64, batch_size=4)

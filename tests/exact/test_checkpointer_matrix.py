@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import milepost as mp
 from milepost.testing.asserts import assert_equal_states
+from milepost.train import ResumableSampler
 
 pytestmark = [
     # torchdata calls a function that torch has deprecated.
@@ -51,7 +52,7 @@ class Cell:
 
 CELLS = [
     Cell(loader, dropout, workers, accumulated)
-    for loader in ("shuffle", "sampler", "stateful", "stateful-generator")
+    for loader in ("shuffle", "sampler", "dealt", "stateful", "stateful-generator")
     for dropout in (0.5, 0.0)
     for workers in (0, 2)
     for accumulated in (2, 1)
@@ -85,6 +86,9 @@ def new_loader(cell):
         return DataLoader(data, shuffle=True, **options)
     if cell.loader == "sampler":
         return DataLoader(data, sampler=RandomSampler(data, generator=generator), **options)
+    if cell.loader == "dealt":
+        sampler = ResumableSampler(data, batch_size=BATCH_SIZE, seed=5)
+        return DataLoader(data, batch_sampler=sampler, num_workers=cell.workers)
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     if cell.loader == "stateful":
