@@ -12,6 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import milepost as mp
 from milepost.testing.ranks import Ranks, run_ranks
 
@@ -122,32 +124,57 @@ def test_h19_an_epoch_goes_on_on_four_two_and_three_ranks(tmp_path: Path) -> Non
     assert (state["samples"], state["position"]) == (2 * 8 + 4 * 6, 6)
 
 
-def test_as_many_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
-    """Weights, samples, and whatever is drawn by the training, the data set and a worker.
-
-    The samples are given in batches or one by one, and the rest of the epoch is dealt twice.
-    """
-    body = f"""
-    for name, options in {WAYS!r}.items():
-        for kind, stops in (("straight", [None]), ("split", [4, 5, None])):
-            folder = Path({str(tmp_path)!r}, name, kind)
-            if rank == 0:
-                folder.mkdir(parents=True)
-            dist.barrier()
-            for life, stop in enumerate(stops):
-                train(folder, life, stop_at=stop, **options)
-            give(**{{name + kind: results["end"]}})
-    """
-    given = run_ranks(TRAIN + body, 2)
-    for name in WAYS:
-        assert given[0][f"{name}split"] == given[0][f"{name}straight"]
-        whole = rows(tmp_path / name / "straight", 0, 2)
-        lives = [rows(tmp_path / name / "split", life, 2) for life in range(3)]
-        for rank in range(2):
-            assert list(chain.from_iterable(life[rank] for life in lives)) == whole[rank]
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "batches": {"num_workers": 0},
     "singles": {"num_workers": 1, "is_batched": False},
 }
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """What two ranks gave that trained straight, cut twice, and with batch sizes that differ."""
+    place = tmp_path_factory.mktemp("pair")
+    body = f"""
+    def new_folder(*parts):
+        folder = Path({str(place)!r}, *parts)
+        if rank == 0:
+            folder.mkdir(parents=True)
+        dist.barrier()
+        return folder
+
+    for name, options in {WAYS!r}.items():
+        for kind, stops in (("straight", [None]), ("split", [4, 5, None])):
+            folder = new_folder(name, kind)
+            for life, stop in enumerate(stops):
+                train(folder, life, stop_at=stop, **options)
+            give(**{{name + kind: results["end"]}})
+    try:
+        train(new_folder("apart"), 0, batch_size=2 + rank)
+    except Exception as error:
+        give(apart=[type(error).__name__, str(error)])
+    """
+    return place, run_ranks(TRAIN + body, 2)
+
+
+def test_as_many_ranks_go_on_bit_for_bit(pair: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Weights, samples, and whatever is drawn by the training, the data set and a worker.
+
+    The samples are given in batches or one by one, and the rest of the epoch is dealt twice.
+    """
+    place, given = pair
+    for name in WAYS:
+        assert given[0][f"{name}split"] == given[0][f"{name}straight"]
+        whole = rows(place / name / "straight", 0, 2)
+        lives = [rows(place / name / "split", life, 2) for life in range(3)]
+        for rank in range(2):
+            assert list(chain.from_iterable(life[rank] for life in lives)) == whole[rank]
+
+
+def test_ranks_whose_positions_differ_cannot_save(pair: tuple[Path, list[dict[str, Any]]]) -> None:
+    """A position that is right on one rank only would lose samples of the others."""
+    place, given = pair
+    for one in given:
+        kind, said = one["apart"]
+        assert kind == "MismatchError"
+        assert "loader" in said
+    assert mp.open_run(place / "apart" / "run").checkpoints() == []
