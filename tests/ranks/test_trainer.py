@@ -76,3 +76,136 @@ def test_h04_a_training_killed_within_an_epoch_ends_like_one_that_was_not(tmp_pa
     ]
     stored = mp.open_run(tmp_path / "split").latest().load(["callbacks"])["state"]["callbacks"]
     assert stored["Losses"]["losses"] == straight[0]["losses"]
+
+
+AGREED = """
+import math, warnings
+from torch.utils.data import DistributedSampler, WeightedRandomSampler
+
+straight = make(FOLDER + "/straight")
+straight.fit()
+straight = outcome(straight)
+
+
+def ended(trainer, kind):
+    try:
+        trainer.fit()
+    except kind as error:
+        return error
+    raise AssertionError("it went well")
+
+
+def spoil(state):
+    state.loss = state.loss * float("nan")
+
+
+# A loss that is no number, on one rank only.
+trainer = make(FOLDER + "/nan", callbacks=[Losses(), Noted(),
+    At(Event.AFTER_LOSS, spoil, [1], lambda state: state.timer.batch == 4)])
+error = ended(trainer, mp.NonFiniteLossError)
+run = mp.open_run(FOLDER + "/nan")
+diagnostic = run.get("nan/ba5")
+model = [p.detach() for p in trainer.state.bare_model.parameters()]
+stored = diagnostic.load(["model"])["state"]["model"]
+give(nan=str(error), latest=run.latest().name, finite=all(bool(p.isfinite().all()) for p in model),
+     same=digest(stored[n] for n, _ in trainer.state.bare_model.named_parameters()) == digest(model))
+trainer.close()
+
+# Asked to end: one rank in a forward pass and once more while all save; the other in an evaluation.
+again = At(Event.BATCH_CHECKPOINT, kill(signal.SIGTERM), [0, 1], lambda state: state.timer.batch >= 5)
+asked = At(Event.AFTER_FORWARD, kill(signal.SIGTERM), [1], lambda state: state.timer.batch == 4)
+trainer = make(FOLDER + "/stopped", callbacks=[Losses(), mp.PerRank(Noted()), asked, again])
+error = ended(trainer, mp.Preempted)
+codes = [[error.code, error.checkpoint]]
+trainer.close()
+asked = At(Event.EVAL_BATCH_START, kill(signal.SIGUSR1), [0], lambda state: state.timer.batch == 6)
+trainer = make(FOLDER + "/stopped", resume="must",
+               callbacks=[Losses(), mp.PerRank(Noted()), asked])
+error = ended(trainer, mp.Preempted)
+codes.append([error.code, error.checkpoint])
+trainer.close()
+trainer = make(FOLDER + "/stopped", resume="must")
+is_pending = trainer.state.pending_eval is not None
+trainer.fit()
+trainer.close()
+give(codes=codes, is_pending=is_pending, straight=straight, stopped=outcome(trainer))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_DFL)
+
+# From a checkpoint named by its path each rank goes on with its own random numbers.
+trainer = make(load_path_format=FOLDER + "/straight/ba4")
+trainer.fit()
+give(named=outcome(trainer))
+trainer.close()
+
+# A loader that would give all ranks the same data, or samples of their own choice.
+def refused(**options):
+    try:
+        make(**options)
+    except mp.UsageError as error:
+        return str(error)
+weighted = DataLoader(data, 6, sampler=WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES))
+misplaced = DataLoader(data, 6, sampler=DistributedSampler(data, 2, 0))
+give(refused=[refused(train_dataloader=one) for one in (weighted, misplaced)],
+     parallel=refused(parallel="fsdp"))
+
+# Loaders that only yield, of two lengths that nobody can ask for.
+class Yields:
+    def __iter__(self):
+        for number in range(5 - 2 * rank):
+            yield [one[: 4 + rank] for one in data[number * 6 : number * 6 + 6]]
+trainer = make(train_dataloader=Yields(), eval_dataloader=None, max_duration="2ep", grad_accum=1)
+trainer.fit()
+give(yielded={k: v for k, v in trainer.state.timer.state_dict().items() if k != "wall_s"})
+trainer.close()
+
+# By the clock all ranks stop and save at the same batch.
+trainer = make(FOLDER + "/clock", save_interval="1sec", max_duration="2sec")
+trainer.fit()
+give(clock=trainer.state.timer.state_dict(), saved=trainer.saved_checkpoints)
+trainer.close()
+
+# A save on one rank only.
+trainer = make(FOLDER + "/alone", rank_timeout_s=1.5, max_duration="3ba", eval_dataloader=None)
+trainer.fit()
+said = ""
+if rank == 0:
+    try:
+        trainer.save_checkpoint("mine").wait()
+    except mp.DeadlineError as error:
+        said = str(error)
+one = torch.ones(1)
+dist.all_reduce(one)
+give(alone=said, sum=int(one))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_ranks_stop_fail_and_refuse_together(tmp_path: Path) -> None:
+    """H18, H35 and a NaN on one rank: the same on all of them, at one batch, and nobody hangs."""
+    ranks = run_ranks(f"FOLDER = {str(tmp_path)!r}\n" + TRAINING + AGREED, 2)
+    first, second = ranks
+    assert first["nan"] == second["nan"]
+    assert "batch 5 is nan on rank 1" in first["nan"]
+    assert "nan/ba5" in first["nan"]
+    for one in ranks:
+        assert (one["latest"], one["finite"], one["same"]) == ("ba4", True, True)
+        assert one["codes"] == [[143, "ba5"], [138, "ba6"]]
+        assert one["is_pending"]
+        for name in ("weights", "rng", "noted", "metric", "timer"):
+            assert one["stopped"][name] == one["straight"][name], name
+        for name in ("weights", "rng", "metric", "timer"):
+            assert one["named"][name] == one["straight"][name], name
+        assert "WeightedRandomSampler" in one["refused"][0]
+        assert "0 of 2, 0 of 2" in one["refused"][1]
+        assert "parallel" in one["parallel"]
+        # 3 batches of 4 and 5 samples, twice
+        assert one["yielded"]["batch"] == 6
+        assert one["yielded"]["sample"] == 54
+    assert first["clock"] == second["clock"]
+    assert first["saved"] == second["saved"]
+    assert first["clock"]["wall_s"] >= 2
+    # H18: the rank that saves alone is told so, and later collectives are right.
+    assert "Rank 1 did not come" in first["alone"]
+    assert [one["sum"] for one in ranks] == [2, 2]

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UsageError
+from ..tensors.boxes import is_sharded
 from .group import Group
 
 __all__ = [
@@ -118,11 +119,19 @@ def _share_weights(model: torch.nn.Module) -> None:
 
 
 def share_buffers(model: torch.nn.Module) -> None:
-    """Give every rank the buffers of rank 0, if the next forward pass in training would."""
-    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+    """Give every rank the buffers of rank 0, where those are what is saved of the model.
+
+    Wrapped in ``DistributedDataParallel`` the next forward pass in training would do the same.
+    """
+    if isinstance(model, DistributedDataParallel):
+        is_led = model.broadcast_buffers
+    else:
+        is_led = layout_of(model) is Layout.DATA
+    if is_led:
         with torch.no_grad():
-            for buffer in model.module.buffers():
-                dist.broadcast(buffer, 0)
+            for buffer in model.buffers():
+                if not is_sharded(buffer):
+                    dist.broadcast(buffer, 0)
 
 
 def wrap(model: torch.nn.Module, parallel: Parallel, group: Group) -> torch.nn.Module:

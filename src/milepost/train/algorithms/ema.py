@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import MismatchError, UsageError
 from ...progress.time import Time, TimeUnit
+from ...tensors.boxes import Box, is_sharded, local_box, local_tensor
 from ..algorithm import Algorithm
 from ..events import Event
 from ..state import State
@@ -118,6 +119,9 @@ class EMA(Algorithm):
             mine = self._stored.get(name)
             if mine is None:
                 self._stored[name] = value.detach().clone()
+            elif is_sharded(mine):
+                whole = Box.whole(value.shape)
+                local_tensor(mine).copy_(value[local_box(mine).slices(within=whole)])
             else:
                 mine.copy_(value)
         self._is_swapped = bool(state["is_swapped"])
