@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 import milepost as mp
 from milepost.testing.ranks import Ranks, run_ranks
 
@@ -56,10 +58,12 @@ def test_h04_a_training_killed_within_an_epoch_ends_like_one_that_was_not(tmp_pa
         resumed = after[rank]["resumed"]
         assert after[rank]["batch"] == 6
         assert after[rank]["seed"] == 3 + rank
-        for name in ("weights", "rng", "noted", "metric", "timer"):
+        for name in ("weights", "rng", "noted", "metric", "timer", "scaler"):
             assert resumed[name] == straight[rank][name], (rank, name)
     assert after[0]["resumed"]["buffers"] == straight[0]["buffers"]
     assert straight[0]["weights"] == straight[1]["weights"]
+    assert straight[0]["scaler"] == straight[1]["scaler"]
+    assert straight[0]["scaler"]["scale"] > 1024
     assert straight[0]["rng"] != straight[1]["rng"]
     assert straight[0]["noted"] != straight[1]["noted"]
     # All samples of all ranks are counted, and every sample is evaluated once.
@@ -105,14 +109,15 @@ trainer = make(FOLDER + "/nan", callbacks=[Losses(), Noted(),
 error = ended(trainer, mp.NonFiniteLossError)
 run = mp.open_run(FOLDER + "/nan")
 diagnostic = run.get("nan/ba5")
-model = [p.detach() for p in trainer.state.bare_model.parameters()]
+model = dict(trainer.state.bare_model.named_parameters())
 stored = diagnostic.load(["model"])["state"]["model"]
-give(nan=str(error), latest=run.latest().name, finite=all(bool(p.isfinite().all()) for p in model),
-     same=digest(stored[n] for n, _ in trainer.state.bare_model.named_parameters()) == digest(model))
+give(nan=str(error), latest=run.latest().name,
+     finite=all(bool(p.isfinite().all()) for p in model.values()),
+     same=digest(stored[name] for name in model) == digest(model.values()))
 trainer.close()
 
-# Asked to end: one rank in a forward pass and once more while all save; the other in an evaluation.
-again = At(Event.BATCH_CHECKPOINT, kill(signal.SIGTERM), [0, 1], lambda state: state.timer.batch >= 5)
+# Asked to end: one rank in a forward pass, and both while they save; then one in an evaluation.
+again = At(Event.BATCH_CHECKPOINT, kill(signal.SIGTERM), when=lambda state: state.timer.batch >= 5)
 asked = At(Event.AFTER_FORWARD, kill(signal.SIGTERM), [1], lambda state: state.timer.batch == 4)
 trainer = make(FOLDER + "/stopped", callbacks=[Losses(), mp.PerRank(Noted()), asked, again])
 error = ended(trainer, mp.Preempted)
@@ -209,3 +214,122 @@ def test_ranks_stop_fail_and_refuse_together(tmp_path: Path) -> None:
     # H18: the rank that saves alone is told so, and later collectives are right.
     assert "Rank 1 did not come" in first["alone"]
     assert [one["sum"] for one in ranks] == [2, 2]
+
+
+FAILING = """
+class Spoilt(Callback):
+    "Keeps something that no checkpoint can hold, from some batch on."
+
+    def state_dict(self):
+        return {"kept": object() if trainer.state.timer.batch >= 6 else None}
+
+
+class Torn(torch.utils.data.Dataset):
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        if trainer.state.timer.batch == 5 and rank == 1 and WHERE == "loader":
+            raise OSError("a file is gone")
+        return data[index]
+
+
+callbacks = [Losses(), mp.PerRank(Noted()), mp.PerRank(Spoilt() if BAD == rank else Callback())]
+if WHERE == "callback":
+    callbacks.append(At(Event.BATCH_END, lambda _: 1 / 0, [BAD], lambda s: s.timer.batch == 6))
+trainer = make(FOLDER, callbacks=callbacks, resume="auto", rank_timeout_s=20, algorithms=(),
+               train_dataloader=DataLoader(Torn(), 6, shuffle=True))
+give(came=trainer.state.timer.batch)
+started = time.monotonic()
+try:
+    trainer.fit()
+finally:
+    give(lasted=time.monotonic() - started)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "bad", "said"),
+    [
+        ("callback", 1, "ZeroDivisionError"),
+        ("save", 0, "UnsupportedStateError"),
+        pytest.param("loader", 1, "OSError", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_rank_that_fails_is_named_on_every_rank(
+    tmp_path: Path, where: str, bad: int, said: str
+) -> None:
+    """The others wait for it in a step, or in a save; nothing of what it left is committed."""
+    body = f"FOLDER, WHERE, BAD = {str(tmp_path)!r}, {where!r}, {bad}\n" + TRAINING + FAILING
+    ended = Ranks(body, 2).wait()
+    assert [one.code for one in ended] == [1, 1], ended
+    assert said in ended[bad].output
+    assert f"RankFailedError: Rank {bad} failed first: {said}" in ended[1 - bad].output
+    # The one does not wait for the other as if that were only late.
+    assert all(one.given["lasted"] < 15 for one in ended)
+    run = mp.open_run(tmp_path)
+    assert [one.name for one in run.checkpoints()] == ["ba2", "ba4"]
+    assert run.latest().verify().is_good
+
+
+SHARDED = """
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+def sharded(model):
+    fully_shard(model[0])
+    return fully_shard(model)
+
+def make_sharded(folder, **options):
+    trainer = make(folder, wrap=sharded, scaler=None, **options)
+    assert isinstance(trainer.state.model, FSDPModule) and not trainer.state.is_model_ddp
+    return trainer
+
+trainer = make_sharded(FOLDER + "/straight")
+trainer.fit()
+give(straight=outcome(trainer))
+trainer.close()
+trainer = make_sharded(FOLDER + "/split", resume="auto")
+trainer.fit("6ba")
+trainer.close()
+trainer = make_sharded(FOLDER + "/split", resume="must")
+trainer.fit()
+give(split=outcome(trainer))
+trainer.close()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_sharded_model_goes_on_exactly(tmp_path: Path) -> None:
+    """FSDP2 with an average of the weights, and shares of an evaluation that are not alike."""
+    ranks = run_ranks(f"FOLDER = {str(tmp_path)!r}\n" + TRAINING + SHARDED, 2)
+    for one in ranks:
+        for name in ("weights", "rng", "noted", "metric", "timer"):
+            assert one["split"][name] == one["straight"][name], name
+        assert one["straight"]["metric"] // 1000 == 45
+        assert one["straight"]["timer"]["sample"] == 90
+
+
+THREE = """
+trainer = make(FOLDER + "/straight", train_dataloader=DataLoader(data, 4), grad_accum=1)
+trainer.fit()
+give(straight=outcome(trainer))
+trainer.close()
+for more in ("2ba", "1ba", "2ba"):
+    trainer = make(FOLDER + "/split", train_dataloader=DataLoader(data, 4), grad_accum=1,
+                   resume="auto")
+    trainer.fit(more)
+    trainer.close()
+trainer = make(FOLDER + "/split", train_dataloader=DataLoader(data, 4), grad_accum=1, resume="auto")
+trainer.fit()
+give(split=outcome(trainer))
+trainer.close()
+"""
+
+
+@pytest.mark.campaign
+def test_three_ranks_sum_gradients_in_one_order(tmp_path: Path) -> None:
+    """More than two can be added up in several orders, and a resumed process must not choose."""
+    for one in run_ranks(f"FOLDER = {str(tmp_path)!r}\n" + TRAINING + THREE, 3):
+        for name in ("weights", "rng", "noted", "metric", "timer"):
+            assert one["split"][name] == one["straight"][name], name

@@ -90,6 +90,7 @@ def make(folder=None, *, wrap=lambda model: model, **options):
         "save_interval": "2ba",
         "grad_accum": 2,
         "algorithms": EMA(0.9),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3),
         "callbacks": [Losses(), mp.PerRank(Noted())],
         **options,
     })
@@ -116,5 +117,6 @@ def outcome(trainer):
         "metric": int(state.current_metrics["all"]["Count"]),
         "timer": {k: v for k, v in state.timer.state_dict().items() if k != "wall_s"},
         "wall_s": state.timer.wall_s,
+        "scaler": state.scaler.state_dict() if state.scaler else None,
     }
 """

@@ -29,7 +29,7 @@ from .evaluator import LOSS, Evaluator
 from .events import Event
 from .group import Group
 from .model import BatchModel
-from .parallel import Layout, layout_of, share_buffers
+from .parallel import Layout, layout_of, reshard, share_buffers
 from .state import State, loader_length
 from .stopping import Stopping
 
@@ -182,6 +182,13 @@ class Evaluation:
 
     def _batches(self, evaluator: Evaluator, mean_loss: _Mean) -> bool:
         """Evaluate this rank's batches; return whether a signal cut that off."""
+        try:
+            return self._all_batches(evaluator, mean_loss)
+        finally:
+            if self._is_called_together:
+                reshard(self._state.model)
+
+    def _all_batches(self, evaluator: Evaluator, mean_loss: _Mean) -> bool:
         num_done = 0
         batches = itertools.islice(evaluator.data.dataloader, evaluator.subset_num_batches)
         for batch in batches:

@@ -35,6 +35,7 @@ __all__ = [
     "is_deepspeed",
     "layout_of",
     "prepare",
+    "reshard",
     "share_buffers",
     "without_sync",
     "wrap",
@@ -132,6 +133,18 @@ def share_buffers(model: torch.nn.Module) -> None:
             for buffer in model.buffers():
                 if not is_sharded(buffer):
                     dist.broadcast(buffer, 0)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let a sharded model (FSDP2) give back what a forward pass without a backward one gathered.
+
+    Its parameters are the shards again then, which is what everybody else works with.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def wrap(model: torch.nn.Module, parallel: Parallel, group: Group) -> torch.nn.Module:
