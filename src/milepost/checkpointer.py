@@ -39,9 +39,9 @@ from .ranks.team import join_team
 from .resumption import Resumption
 from .runs.keep import KeepPolicy
 from .saves import Saves
-from .state.batch_in_hand import BatchInHand
+from .state.batch_in_hand import BatchInHand, num_samples
 from .state.dealt_loader import resumable
-from .state.loader import ResumableLoader, num_samples
+from .state.loader import ResumableLoader
 from .state.objects import PerRank, Stateful, Value
 from .state.report import LoadReport
 from .state.stages import Stage

@@ -125,7 +125,7 @@ def test_every_cut_point_of_every_cell(cell: Any, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cell", cells.all_cells(), ids=str)
 def test_a_new_process_resumes_to_the_same_bytes(cell: Any, server: Server, tmp_path: Path) -> None:
-    """Save and resume share nothing but the disk, in each of the 24 cells."""
+    """Save and resume share nothing but the disk, in each of the cells."""
     folder = str(tmp_path / "run")
     index = cells.all_cells().index(cell)
     points = [SOME_POINTS[index % len(SOME_POINTS)], SOME_POINTS[(index + 3) % len(SOME_POINTS)]]

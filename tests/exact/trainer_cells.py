@@ -25,7 +25,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from milepost.runs.keep import KeepLast
 from milepost.state.rng import capture_rng
-from milepost.train import EMA, Callback, Event, Trainer
+from milepost.train import EMA, Callback, Event, ResumableSampler, Trainer
 from milepost.train.seeding import seed_everything
 
 NUM_SAMPLES, BATCH, EPOCHS = 40, 4, 3
@@ -36,7 +36,7 @@ BATCHES = NUM_SAMPLES // BATCH
 class Cell:
     """One combination of the matrix."""
 
-    sampler: str  # plain | seeded | stateful
+    sampler: str  # plain | seeded | dealt | stateful
     dropout: float
     workers: int
     grad_accum: int
@@ -52,7 +52,7 @@ def all_cells() -> list[Cell]:
         for dropout in (0.0, 0.5)
         for workers in (0, 2)
         for grad_accum in (1, 2)
-    ]
+    ] + [Cell("dealt", 0.5, workers, 2) for workers in (0, 2)]
 
 
 class Digits(Dataset):
@@ -165,6 +165,8 @@ def make_trainer(cell: Cell, *, scramble: int, **options: Any) -> Trainer:
     if cell.sampler == "seeded":
         generator = torch.Generator().manual_seed(5)
         loader_options["sampler"] = RandomSampler(data, generator=generator)
+    elif cell.sampler == "dealt":
+        loader_options["sampler"] = ResumableSampler(data, seed=5)
     else:
         loader_options["shuffle"] = True
     kind = StatefulDataLoader if cell.sampler == "stateful" else DataLoader

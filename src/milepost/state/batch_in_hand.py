@@ -27,7 +27,7 @@ from ..errors import FormatError
 from .loader import ResumableLoader
 from .names import ParameterNames
 
-__all__ = ["BatchInHand", "version_of"]
+__all__ = ["BatchInHand", "num_samples", "version_of"]
 
 _log = logging.getLogger("milepost")
 
@@ -252,3 +252,14 @@ def _set_gradient(name: str, parameter: Tensor, gradient: Tensor) -> bool:
 def version_of(tensor: Tensor) -> int:
     """Return the version counter of a tensor; those made in inference mode have none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def num_samples(batch: Any) -> int:
+    """Return the first dimension of the first tensor in a batch; 0 if there is none."""
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return next((count for part in batch if (count := num_samples(part))), 0)
+    return 0

@@ -36,7 +36,7 @@ from .rng import apply_rng, capture_rng
 from .samplers import data_note, generators_of, order_note, order_of, share_of
 from .skipping import SkippingLoader
 
-__all__ = ["ResumableLoader", "num_samples"]
+__all__ = ["ResumableLoader"]
 
 _log = logging.getLogger("milepost")
 
@@ -394,14 +394,3 @@ def _kind(loader: Iterable[Any]) -> str:
     if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset):
         return "indexed"
     return "replayed"
-
-
-def num_samples(batch: Any) -> int:
-    """Return the first dimension of the first tensor in a batch; 0 if there is none."""
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        return next((count for part in batch if (count := num_samples(part))), 0)
-    return 0

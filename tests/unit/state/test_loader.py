@@ -22,7 +22,8 @@ from torch.utils.data import (
 )
 
 import milepost as mp
-from milepost.state.loader import ResumableLoader, num_samples
+from milepost.state.batch_in_hand import num_samples
+from milepost.state.loader import ResumableLoader
 from milepost.state.rng import apply_rng, capture_rng
 
 # torchdata calls a function that torch has deprecated.
