@@ -158,3 +158,17 @@ def test_a_rank_whose_results_are_lost_stops_the_commit(tmp_path: Path) -> None:
         save(states, lambda: Forgetful(tmp_path, name="x"))
     assert mp.open_run(tmp_path).checkpoints() == []
     assert not (tmp_path / "x").exists()
+
+
+def test_values_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
+    """DCP would keep those of one rank for all; with leave, so does the writer."""
+    states = states_of((2,), {"w": Spec((4,), torch.float32, (0,))})
+    for rank, state in enumerate(states):
+        state["loader"] = {"position": rank, "epoch": 1, f"own{rank}": rank}
+    with pytest.raises(mp.MismatchError, match=r"of loader\.position\."):
+        save(states, lambda: StorageWriter(tmp_path, name="x"))
+    assert mp.open_run(tmp_path).checkpoints() == []
+    save(states, lambda: StorageWriter(tmp_path, name="y", allow_differing=True))
+    found = mp.open_run(tmp_path).get("y").load()["state"]["loader"]
+    assert found["position"] in (0, 1)
+    assert (found["own0"], found["own1"], found["epoch"]) == (0, 1, 1)

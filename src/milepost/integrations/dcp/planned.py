@@ -8,6 +8,7 @@ become trees.
 from __future__ import annotations
 
 import io
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +23,12 @@ from ...convert.torch_file import load_torch_file
 from ...engine.live import LiveBytes
 from ...engine.loose import LooseBox
 from ...errors import MismatchError, UnsupportedStateError
+from ...format.digest import crc32c
 from ...tensors.boxes import Box, covers_once
 from ...tensors.dtypes import CODES, dtype_name, named_dtype
 from ...tensors.pack import pack_item
 
-__all__ = ["box_of", "paths_of", "tensors_of", "value_of"]
+__all__ = ["box_of", "digests_of", "paths_of", "tensors_of", "value_of"]
 
 
 def paths_of(plans: Sequence[SavePlan]) -> dict[str, Path]:
@@ -98,6 +100,23 @@ def box_of(planner: SavePlanner, item: WriteItem, place: Place) -> LooseBox:
         box, whole = Box((*box.offsets, 0), (*box.sizes, size)), (*whole, size)
     live = LiveBytes(get, data.chunk.sizes.numel() * dtype.itemsize)
     return LooseBox(place.key, CODES.get(dtype, "U8"), whole, box, live.num_bytes, live)
+
+
+def digests_of(planner: SavePlanner) -> dict[str, int]:
+    """Return a checksum of each value that is no tensor, as this rank has it, by name.
+
+    Values with tensors in them are left out, and all of a planner that hides its state.
+    """
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(planner, DefaultSavePlanner) or not isinstance(state, Mapping):
+        return {}
+    found: dict[str, int] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            packed = pack_item("value", value)
+            if not packed.leaves:
+                found[name] = crc32c(json.dumps(packed.tree, allow_nan=False).encode("ascii"))
+    return found
 
 
 def value_of(planner: SavePlanner, item: WriteItem, place: Place) -> tuple[Any, list[LooseBox]]:

@@ -29,7 +29,7 @@ from torch.futures import Future
 from ...checkpoint import Checkpoint
 from ...convert.dcp_trees import Path, Place, Tree, build_tree, place_all
 from ...engine.loose import LooseBox, write_boxes, write_index
-from ...errors import RankFailedError, UsageError
+from ...errors import MismatchError, RankFailedError, UsageError
 from ...format.layout import ATTEMPT, check_name
 from ...format.manifest import FileEntry
 from ...publisher import Publisher
@@ -39,11 +39,12 @@ from ...runs.keep import KeepPolicy
 from ...stores.base import Store
 from ...stores.url import open_store
 from ...tensors.dtypes import CODES, dtype_name
-from .planned import box_of, paths_of, tensors_of, value_of
+from .planned import box_of, digests_of, paths_of, tensors_of, value_of
 
 __all__ = ["StorageWriter"]
 
 Folder = str | os.PathLike[str]
+_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,12 +77,14 @@ class _Receipt:
         write_id: Identity of the claim that it wrote for.
         files: Its files, as JSON.
         values: The trees of its values that are no tensors, by name.
+        digests: A checksum of every such value that it has, also where another rank writes it.
     """
 
     rank: int
     write_id: str
     files: tuple[Any, ...]
     values: Mapping[str, Any]
+    digests: Mapping[str, int]
 
 
 @dataclasses.dataclass(slots=True)
@@ -119,6 +122,8 @@ class StorageWriter(storage.StorageWriter):
         resumed_from: Name of the checkpoint that the training went on from; by default it is taken
             to be the newest. Checkpoints after it do not count any more.
         keep: Retention, applied after a commit. Empty keeps everything.
+        allow_differing: Whether values that are no tensors may differ between ranks that have them
+            under one name. DCP takes those of one rank then, and says nothing.
     """
 
     def __init__(
@@ -128,7 +133,9 @@ class StorageWriter(storage.StorageWriter):
         name: str | None = None,
         resumed_from: str | None = None,
         keep: Sequence[KeepPolicy] = (),
+        allow_differing: bool = False,
     ) -> None:
+        self._allow_differing = allow_differing
         self._store = None if place is None else open_store(place)
         self._name = None if name is None else check_name(name)
         self._options: dict[str, Any] = {"origin": resumed_from, "keep": tuple(keep)}
@@ -243,8 +250,11 @@ class StorageWriter(storage.StorageWriter):
             results.append(storage.WriteResult(item.index, size, None))
         rank = None if task.ranks is None else task.rank
         files = write_boxes(self._store, task.folder, items, rank=rank)
+        # Of one rank there is nothing to compare with.
+        is_compared = task.ranks is not None and task.ranks > 1 and not self._allow_differing
+        digests = digests_of(planner) if is_compared else {}
         receipt = _Receipt(
-            task.rank, task.write_id, tuple(entry.to_json() for entry in files), values
+            task.rank, task.write_id, tuple(entry.to_json() for entry in files), values, digests
         )
         results.append(storage.WriteResult(MetadataIndex(""), 0, receipt))
         future: Future[list[storage.WriteResult]] = Future()
@@ -259,6 +269,7 @@ class StorageWriter(storage.StorageWriter):
         assert publisher is not None
         try:
             receipts = _receipts_of(results, state)
+            _check_alike(receipts)
             entries = [
                 FileEntry.from_json(one, where=f"rank {receipt.rank}")
                 for receipt in receipts
@@ -323,6 +334,23 @@ def _receipts_of(results: Sequence[Sequence[storage.WriteResult]], state: _State
             safe="Nothing was committed.",
         )
     return found
+
+
+def _check_alike(receipts: Sequence[_Receipt]) -> None:
+    """Make sure that values of one name are the same on all ranks that have them."""
+    seen: dict[str, set[int]] = defaultdict(set)
+    for receipt in receipts:
+        for name, digest in receipt.digests.items():
+            seen[name].add(digest)
+    differing = sorted(name for name, digests in seen.items() if len(digests) > 1)
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise MismatchError(
+            f"The ranks have different values of {', '.join(differing[:_SHOWN])}{more}.",
+            safe="Nothing was committed; earlier checkpoints are intact.",
+            hint="Give each rank a key of its own, or use StorageWriter(..., "
+            "allow_differing=True), which stores those of one rank.",
+        )
 
 
 def _trees_of(state: _State, values: Mapping[str, Any]) -> dict[str, Any]:
