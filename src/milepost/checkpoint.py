@@ -142,7 +142,7 @@ class Checkpoint:
         source = self.source()
         names = list(source.trees) if items is None else list(items)
         found = {name: load_item(source, name) for name in names}
-        if "rng" in found:
+        if "rng" in found and self.manifest.layout != "torch":  # a single file has them all
             for rank in range(1, self.manifest.world_size):
                 found["rng"] += load_item(self.source(rank=rank), "rng")
         return layout_state(found)
@@ -192,7 +192,7 @@ class Checkpoint:
                 path=self.url,
             )
         if self.manifest.layout == "torch":
-            return self._single_source()
+            return self._single_source(rank)
         from .engine.read import CheckpointSource
 
         return CheckpointSource(
@@ -293,7 +293,7 @@ class Checkpoint:
         """Return whether this is a user's own folder, which needs no commit."""
         return not self.folder and self.state is None
 
-    def _single_source(self) -> StateSource:
+    def _single_source(self, rank: int) -> StateSource:
         """Read a checkpoint of one file, checked, and take it apart."""
         import io
 
@@ -308,7 +308,7 @@ class Checkpoint:
         state = value.get("state") if isinstance(value, Mapping) else None
         if not isinstance(state, Mapping) or "rng" in state:
             raise FormatError(f"{self.url} does not hold a state.", path=self.url)
-        return MemorySource(self.name, {**state, "rng": value.get("rng", [])})
+        return MemorySource(self.name, _of_rank(value, rank))
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.url!r})"
@@ -380,6 +380,13 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.url!r})"
+
+
+def _of_rank(value: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return the items of a single file; to another rank than the first, with what is its own."""
+    ranks = value.get("ranks", [])
+    own = ranks[rank] if 0 < rank < len(ranks) else {}
+    return {**value["state"], **own, "rng": value.get("rng", [])}
 
 
 def run_store(place: Place | Store) -> Store | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -78,6 +78,8 @@ class Checkpointer:
         handle_signals: Whether SIGTERM and SIGUSR1 save and end the loop.
         grace_s: Seconds from such a signal to the moment the process must be gone.
         strict: Whether a resume demands that state and objects fit exactly.
+        sharding: Of several ranks: ``"auto"``, each writes what it holds; ``"consolidated"``,
+            rank 0 writes whole tensors into files that any tool opens.
         rank_timeout_s: Of several ranks: how long one waits for another to come to the same save or
             start, in seconds.
         share_timeout_s: Of several ranks: how long the leader waits for the last one to write its
@@ -109,6 +111,7 @@ class Checkpointer:
         handle_signals: bool = True,
         grace_s: float = 30.0,
         strict: bool = True,
+        sharding: Literal["auto", "consolidated"] = "auto",
         rank_timeout_s: float = 45.0,
         share_timeout_s: float = 1800.0,
         rank_check: RankCheck = "sample",
@@ -122,6 +125,7 @@ class Checkpointer:
             on_save_error=on_save_error,
             max_failed_saves=max_failed_saves,
             link_unchanged=link_unchanged,
+            sharding=sharding,
             rank_timeout_s=rank_timeout_s,
             share_timeout_s=share_timeout_s,
             rank_check=rank_check,

@@ -60,6 +60,8 @@ class WriterOptions:
         on_save_error: ``raise`` at the next chance, or ``warn`` and go on training.
         max_failed_saves: With ``warn``: how many saves in a row may fail.
         link_unchanged: Whether frozen weights that did not change share one file.
+        sharding: Of several ranks: ``auto``, each writes what it holds; ``consolidated``, rank 0
+            writes whole tensors.
         rank_timeout_s: Of several ranks: how long one waits for another to come to the same save or
             start, in seconds.
         share_timeout_s: Of several ranks: how long the leader waits for the last one to write its
@@ -74,6 +76,7 @@ class WriterOptions:
     on_save_error: str = "raise"
     max_failed_saves: int = 3
     link_unchanged: bool = True
+    sharding: str = "auto"
     rank_timeout_s: float = 45.0
     share_timeout_s: float = 1800.0
     rank_check: RankCheck = "sample"
@@ -81,6 +84,7 @@ class WriterOptions:
     def __post_init__(self) -> None:
         _require("resume", self.resume, ("never", "auto", "must"))
         _require("save_format", self.save_format, ("milepost", "torch"))
+        _require("sharding", self.sharding, ("auto", "consolidated"))
         _require("on_save_error", self.on_save_error, ("raise", "warn"))
         _require("rank_check", self.rank_check, ("sample", "full", "none"))
         check_compression(self.save_compression, self.save_format)

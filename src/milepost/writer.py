@@ -120,6 +120,7 @@ class RunWriter:
             link_unchanged=self.options.link_unchanged,
             on_commit=self._after_commit,
             team=self.team,
+            sharding=self.options.sharding,
             deadlines=self.options.deadlines,
             rank_check=self.options.rank_check,
         )

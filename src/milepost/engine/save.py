@@ -23,7 +23,9 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,6 +34,7 @@ from torch import Tensor
 from ..errors import CheckpointError, DeadlineError, FencedError, UsageError
 from ..format.layout import INDEX
 from ..format.manifest import FORMAT_VERSION, FileEntry, Manifest
+from ..ranks.lines import Desk, call
 from ..ranks.solo import Deadlines, RankCheck, Team
 from ..runs.publish import Claim, abandon, claim, publish, withdraw
 from ..runs.sessions import Session
@@ -42,6 +45,7 @@ from ..tensors.unpack import unpack_item
 from ..version import __version__
 from ..visible import SUFFIXES
 from .arena import Arena
+from .gathered import Gathered, describe, gathered, serve
 from .joining import join_trees
 from .pending import PendingSave
 from .plan import Plan, make_plan
@@ -49,7 +53,7 @@ from .sameness import Marks, mark
 from .shares import own_share
 from .single import check_plain, encode_single
 from .stage import StagedPart, Stager
-from .together import Share, agree
+from .together import Share, agree, tensor_map
 from .write import FileJob, file_job, write_files
 
 __all__ = ["SaveRequest", "Saver"]
@@ -93,6 +97,8 @@ class Saver(Generic[T]):
         on_commit: Called in the background thread after a checkpoint was committed; what it returns
             is what waiting for the save returns.
         team: The ranks that write the run together; by default this process alone.
+        sharding: Of several ranks: ``auto``, each writes what it holds; ``consolidated``, the
+            leader writes whole tensors.
         deadlines: How long ranks wait for each other.
         rank_check: How ranks are compared that should have the same; see ``sameness.py``.
         clock: Returns the seconds since 1970.
@@ -108,6 +114,7 @@ class Saver(Generic[T]):
         link_unchanged: bool = True,
         on_commit: Callable[[Manifest], T],
         team: Team | None = None,
+        sharding: str = "auto",
         deadlines: Deadlines | None = None,
         rank_check: RankCheck = "sample",
         clock: Callable[[], float] = time.time,
@@ -115,6 +122,7 @@ class Saver(Generic[T]):
         self._team = None if team is None or team.world_size == 1 else team.for_thread("save")
         self._deadlines = deadlines or Deadlines()
         self._rank_check: RankCheck = rank_check
+        self._sharding = sharding
         self.store = store
         self.session = session
         self._layout = layout
@@ -128,6 +136,7 @@ class Saver(Generic[T]):
         self._pid = os.getpid()
         self._parent = session.origin.name if session.origin else None
         self._linkable: dict[str, tuple[str, FileEntry]] = {}
+        self._committed: set[str] = set()
         self._current: PendingSave[T] | None = None
         self._fenced: FencedError | None = None
 
@@ -160,17 +169,14 @@ class Saver(Generic[T]):
             self._current.check_done(None)
         waited_s = time.perf_counter() - started_s
         whole, rank = items, None
+        layout = "milepost" if "/" in request.name else self._layout
+        is_joined = layout == "torch" or self._sharding == "consolidated"
         if self._team is not None:
-            rank = self._team.rank
-            items = own_share(items, rank=rank, world_size=self._team.world_size)
+            rank, ranks = self._team.rank, self._team.world_size
+            items = own_share(items, rank=rank, world_size=ranks, to_leader=is_joined)
         self._plan = make_plan(items, self._plan, rank=rank)
         planned_s = time.perf_counter() - started_s - waited_s
-        marks = Marks()
-        if self._team is not None:
-            team, how = self._team, self._rank_check
-            marks = mark(
-                whole, rank=team.rank, world_size=team.world_size, name=request.name, how=how
-            )
+        marks = self._marks(whole, request.name)
         marked_s = time.perf_counter() - started_s - waited_s - planned_s
         try:
             staged = self._stager.stage(self._plan, items)
@@ -178,10 +184,12 @@ class Saver(Generic[T]):
             # What the arena holds now belongs to no checkpoint: nothing may be linked for it.
             self._stager.forget()
             self._linkable.clear()
+            self._committed.clear()
             raise
         for part in staged:
             if not part.is_unchanged:
                 self._linkable.pop(part.plan.file, None)
+                self._committed.discard(part.plan.file)
         blocking_s = time.perf_counter() - started_s
         stats = {
             "state_bytes": self._plan.size_bytes,
@@ -196,17 +204,30 @@ class Saver(Generic[T]):
         trees = {item.name: item.tree for item in items}
         share = None
         if self._team is not None:
-            at = {unit: request.time.get(unit) for unit in ("epoch", "batch", "batch_in_epoch")}
-            said = {
-                "reason": request.reason,
-                "is_final": request.is_final,
-                "at": at,
-                "rank_check": self._rank_check,
-            }
+            said = self._said(request)
             share = Share.of(whole, items, name=request.name, said=said, marks=marks)
-        work = _Work(request, self._attempt, staged, trees, stats, pending, share)
+        work = _Work(
+            request, self._attempt, staged, trees, stats, pending, layout, share, is_joined
+        )
         self._begin(work)
         return pending
+
+    def _marks(self, whole: Sequence[PackedItem], name: str) -> Marks:
+        """Take checksums of what this rank shares with others."""
+        if self._team is None:
+            return Marks()
+        rank, ranks = self._team.rank, self._team.world_size
+        return mark(whole, rank=rank, world_size=ranks, name=name, how=self._rank_check)
+
+    def _said(self, request: SaveRequest) -> dict[str, Any]:
+        """Return what must be the same on all ranks, beside the state."""
+        return {
+            "reason": request.reason,
+            "is_final": request.is_final,
+            "at": {unit: request.time.get(unit) for unit in ("epoch", "batch", "batch_in_epoch")},
+            "rank_check": self._rank_check,
+            "sharding": self._sharding,
+        }
 
     def fail(self, name: str, error: BaseException) -> None:
         """Tell the other ranks that this one has no state to save; alone, do nothing.
@@ -222,7 +243,7 @@ class Saver(Generic[T]):
         pending.was_reported = True  # by the error itself
         share = Share.of_error(error)
         request = SaveRequest(name=name, reason="manual")
-        self._begin(_Work(request, self._attempt, (), {}, {}, pending, share))
+        self._begin(_Work(request, self._attempt, (), {}, {}, pending, self._layout, share))
 
     def give_up(self, error: BaseException) -> None:
         """Let the next save fail at once on the other ranks: this one takes part in no more.
@@ -296,28 +317,33 @@ class Saver(Generic[T]):
         held: Claim | None = None
         mine_written: list[str] = []
         started_s = time.perf_counter()
+        has_desk = work.is_joined and team.rank == 0
         try:
-            held = self._claim_together(team, share.name, work.attempt)
-            work.pending.name = held.folder
-            mine = held
+            with closing(Desk(team.host)) if has_desk else nullcontext() as desk:
+                held, address = self._claim_together(team, share.name, work.attempt, desk)
+                work.pending.name = held.folder
+                mine = held
 
-            def write() -> list[Any]:
-                entries = self._write_share(mine, work)
-                mine_written.extend(entry.path for entry in entries)
-                return [entry.to_json() for entry in entries]
+                def write() -> list[Any]:
+                    if work.is_joined:
+                        entries = self._write_joined(mine, work, desk, address)
+                    else:
+                        entries = self._write_share(mine, work)
+                    mine_written.extend(entry.path for entry in entries)
+                    return [entry.to_json() for entry in entries]
 
-            def commit(written: list[list[Any]]) -> bytes:
-                work.stats["write_s"] = time.perf_counter() - started_s
-                entries = [
-                    FileEntry.from_json(one, where=f"rank {rank}")
-                    for rank, files in enumerate(written)
-                    for one in files
-                ]
-                manifest = self._manifest(mine, work, entries, "milepost", team.world_size)
-                publish(self.store, self.session, manifest)
-                return manifest.to_bytes()
+                def commit(written: list[list[Any]]) -> bytes:
+                    work.stats["write_s"] = time.perf_counter() - started_s
+                    entries = [
+                        FileEntry.from_json(one, where=f"rank {rank}")
+                        for rank, files in enumerate(written)
+                        for one in files
+                    ]
+                    manifest = self._manifest(mine, work, entries, team.world_size)
+                    publish(self.store, self.session, manifest)
+                    return manifest.to_bytes()
 
-            data = team.gather("write its share", write, commit, timeout_s=deadline_s)
+                data = team.gather("write its share", write, commit, timeout_s=deadline_s)
         except BaseException as error:
             if held is not None and not isinstance(error, FencedError):
                 if team.rank == 0:
@@ -329,25 +355,84 @@ class Saver(Generic[T]):
         ended_s = time.perf_counter() - started_s
         work.stats["commit_s"] = ended_s - work.stats.setdefault("write_s", ended_s)
         self._note_commit(manifest)
+        self._committed.update(part.plan.file for part in work.staged)
         return manifest
 
-    def _claim_together(self, team: Team, name: str, attempt: int) -> Claim:
-        def hold() -> dict[str, Any]:
-            return asdict(claim(self.store, self.session, name, attempt))
+    def _claim_together(
+        self, team: Team, name: str, attempt: int, desk: Desk | None
+    ) -> tuple[Claim, Any]:
+        """Return the claim, and where the leader's desk is if it has one."""
 
-        return Claim(**team.lead("claim a folder", hold, timeout_s=self._deadlines.write_s))
+        def hold() -> dict[str, Any]:
+            held = asdict(claim(self.store, self.session, name, attempt))
+            return {"claim": held, "desk": None if desk is None else desk.address}
+
+        found = team.lead("claim a folder", hold, timeout_s=self._deadlines.write_s)
+        return Claim(**found["claim"]), found["desk"]
 
     def _write_share(self, held: Claim, work: _Work[T]) -> list[FileEntry]:
         """Write the parts of this rank and the table of what is in them; the leader, the trees."""
         assert self._team is not None
         assert work.share is not None
-        places = {
-            (part.plan.item, entry.key): (part.plan.file, entry.start, entry.stop)
-            for part in work.staged
-            for entry in part.plan.tensors
-        }
-        documents = work.share.documents(places, rank=self._team.rank, team=self._team.world_size)
-        entries, linked = self._write_parts(held, work, documents)
+        documents = work.share.documents(
+            _places(work.staged), rank=self._team.rank, team=self._team.world_size
+        )
+        entries, linked = self._write_parts(held, work.staged, documents)
+        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
+        work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
+        return [*entries, *linked]
+
+    def _write_joined(
+        self, held: Claim, work: _Work[T], desk: Desk | None, address: Any
+    ) -> list[FileEntry]:
+        """Have the leader write what all ranks share, and each rank write what is its own."""
+        assert self._team is not None
+        assert work.share is not None
+        rank, times, memory = self._team.rank, self._deadlines, self._stager.arena.view
+        with nullcontext() if desk is None else closing(desk):  # or others would wait for it
+            describing = partial(describe, work.staged, work.share.own, committed=self._committed)
+            if desk is None:
+                line = call(address, rank=rank, call_s=times.meet_s, timeout_s=times.write_s)
+                with closing(line):
+                    serve(line, work.staged, describing, rank=rank, memory=memory)
+                return [] if work.layout == "torch" else self._write_own(held, work, None)
+            with gathered(
+                desk,
+                work.staged,
+                describing(),
+                world_size=self._team.world_size,
+                memory=memory,
+                deadlines=times,
+            ) as found:
+                if work.layout == "torch":
+                    return self._write_state(
+                        held, work, found.state({**work.trees, **work.share.joined})
+                    )
+                return self._write_own(held, work, found)
+
+    def _write_own(self, held: Claim, work: _Work[T], found: Gathered | None) -> list[FileEntry]:
+        """Write what is this rank's own; and what all ranks share, on the rank that has it all."""
+        assert self._team is not None
+        assert work.share is not None
+        own = {item.name for item in work.share.own if item.home == "each"}
+        staged = [part for part in work.staged if part.plan.item in own]
+        jobs: list[FileJob] = []
+        linked: list[FileEntry] = []
+        rows: dict[str, list[Any]] = {}
+        for item, part, is_unchanged in () if found is None else found.parts():
+            rows.setdefault(item, []).extend(part.rows())
+            if not is_unchanged:
+                self._linkable.pop(part.file, None)
+            entry = self._try_link(held, part.file) if is_unchanged else None
+            if entry is not None:
+                linked.append(entry)
+            elif found is not None:
+                jobs.append(part.job(f"{held.folder}/{part.file}", found.tables[item], found))
+        documents = work.share.documents(
+            _places(staged), rank=self._team.rank, team=self._team.world_size, joined=rows
+        )
+        entries, more = self._write_parts(held, staged, documents, jobs)
+        linked += more
         work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
         work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
         return [*entries, *linked]
@@ -378,24 +463,21 @@ class Saver(Generic[T]):
 
     def _write(self, held: Claim, work: _Work[T]) -> Manifest:
         started_s = time.perf_counter()
-        if self._layout == "torch" and "/" not in held.folder:
+        if work.layout == "torch":
             entries = self._write_single(held, work)
             linked: list[FileEntry] = []
-            layout = "torch"
         else:
-            entries, linked = self._write_parts(held, work, _documents(work))
-            layout = "milepost"
+            entries, linked = self._write_parts(held, work.staged, _documents(work))
         work.stats["write_s"] = time.perf_counter() - started_s
         work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
         work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
-        return self._manifest(held, work, [*entries, *linked], layout, 1)
+        return self._manifest(held, work, [*entries, *linked], 1)
 
     def _manifest(
         self,
         held: Claim,
         work: _Work[T],
         files: Sequence[FileEntry],
-        layout: str,
         world_size: int,
     ) -> Manifest:
         request = work.request
@@ -412,7 +494,7 @@ class Saver(Generic[T]):
             time=request.time,
             metrics=request.metrics,
             world_size=world_size,
-            layout=layout,
+            layout=work.layout,
             items=tuple(work.trees),
             files=tuple(sorted(files, key=lambda entry: entry.path)),
             software=_software(),
@@ -421,12 +503,16 @@ class Saver(Generic[T]):
         )
 
     def _write_parts(
-        self, held: Claim, work: _Work[T], documents: Mapping[str, bytes]
+        self,
+        held: Claim,
+        staged: Sequence[StagedPart],
+        documents: Mapping[str, bytes],
+        others: Sequence[FileJob] = (),
     ) -> tuple[list[FileEntry], list[FileEntry]]:
-        jobs: list[FileJob] = []
+        jobs: list[FileJob] = list(others)
         linked: list[FileEntry] = []
-        for part in work.staged:
-            entry = self._try_link(held, part)
+        for part in staged:
+            entry = self._try_link(held, part.plan.file) if part.is_unchanged else None
             if entry is not None:
                 linked.append(entry)
                 continue
@@ -437,10 +523,9 @@ class Saver(Generic[T]):
             jobs.append(file_job(f"{held.folder}/{path}", path, _aligned(document)))
         return write_files(self.store, jobs), linked
 
-    def _try_link(self, held: Claim, part: StagedPart) -> FileEntry | None:
+    def _try_link(self, held: Claim, path: str) -> FileEntry | None:
         """Share the file of an unchanged part; ``None`` if it has to be written."""
-        path = part.plan.file
-        if not (self._link_unchanged and part.is_unchanged and path in self._linkable):
+        if not (self._link_unchanged and path in self._linkable):
             return None
         if "/" in held.folder or not self.store.traits.hard_links:
             return None
@@ -466,10 +551,15 @@ class Saver(Generic[T]):
             return unpack_item(work.trees[item], get)
 
         value = layout_state({item: build(item) for item in work.trees})
+        return self._write_state(held, work, value)
+
+    def _write_state(self, held: Claim, work: _Work[T], value: Any) -> list[FileEntry]:
         check_plain(value, ("checkpoint",))
         path = f"{held.folder}{SUFFIXES[self._compression]}"
         blocks = encode_single(value, compression=self._compression)
-        return write_files(self.store, [FileJob(f"{held.folder}/{path}", path, blocks)])
+        entries = write_files(self.store, [FileJob(f"{held.folder}/{path}", path, blocks)])
+        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
+        return entries
 
     def _staged_tensor(self, part: StagedPart, index: int) -> Tensor:
         from ..state.source import TensorInfo, new_tensor
@@ -493,13 +583,24 @@ class _Work(Generic[T]):
     trees: Mapping[str, Any]
     stats: dict[str, Any]
     pending: PendingSave[T]
+    layout: str
     share: Share | None = None
+    is_joined: bool = False
 
 
 def layout_state(items: Mapping[str, Any]) -> dict[str, Any]:
     """Arrange items as readers get them: ``{"state": {...}, "rng": [...]}``."""
     state = {name: value for name, value in items.items() if name != "rng"}
     return {"state": state, "rng": items.get("rng", [])}
+
+
+def _places(staged: Sequence[StagedPart]) -> dict[tuple[str, str], tuple[str, int, int]]:
+    """Return where each tensor lies, by item and name in the part: file, first byte, the end."""
+    return {
+        (part.plan.item, entry.key): (part.plan.file, entry.start, entry.stop)
+        for part in staged
+        for entry in part.plan.tensors
+    }
 
 
 def _documents(work: _Work[Any]) -> dict[str, bytes]:
@@ -518,8 +619,7 @@ def _documents(work: _Work[Any]) -> dict[str, bytes]:
         if len(parts) > 1:
             # Several parts of whole tensors: the index that other tools look for.
             total = sum(p.plan.size_bytes for p in work.staged if p.plan.item == name)
-            table = {"metadata": {"total_size": total}, "weight_map": weights[name]}
-            documents[f"{name}.safetensors.index.json"] = _json(table)
+            documents.update(tensor_map(name, weights[name], total))
     return documents
 
 

@@ -59,7 +59,7 @@ def _bundles(pieces: Sequence[tuple[str, int]]) -> list[tuple[int, list[str]]]:
 
 
 def owners_seen(
-    items: Iterable[PackedItem], *, rank: int, world_size: int
+    items: Iterable[PackedItem], *, rank: int, world_size: int, to_leader: bool = False
 ) -> dict[tuple[str, str], int]:
     """Return which rank writes each leaf, by item and name in the part, where this one can tell.
 
@@ -69,6 +69,7 @@ def owners_seen(
         items: The whole state, as this rank holds it.
         rank: This rank.
         world_size: The number of ranks.
+        to_leader: Whether the leader has whatever it holds.
     """
     groups: dict[tuple[int, ...], list[tuple[tuple[str, str], Leaf]]] = defaultdict(list)
     seen: dict[tuple[str, str], int] = {}
@@ -85,21 +86,27 @@ def owners_seen(
             elif rank in leaf.replicas and not leaf.box.is_empty:
                 groups[leaf.replicas].append((name, leaf))
     for ranks, members in groups.items():
+        if to_leader and 0 in ranks:
+            seen.update((name, 0) for name, _ in members)
+            continue
         given = owners([("/".join(name), leaf.num_bytes) for name, leaf in members], ranks)
         seen.update((name, given["/".join(name)]) for name, _ in members)
     return seen
 
 
-def own_share(items: Iterable[PackedItem], *, rank: int, world_size: int) -> list[PackedItem]:
+def own_share(
+    items: Iterable[PackedItem], *, rank: int, world_size: int, to_leader: bool = False
+) -> list[PackedItem]:
     """Return the items with those leaves only that this rank writes.
 
     Args:
         items: The whole state, as this rank holds it.
         rank: This rank.
         world_size: The number of ranks.
+        to_leader: Whether the leader has whatever it holds.
     """
     packed = list(items)
-    seen = owners_seen(packed, rank=rank, world_size=world_size)
+    seen = owners_seen(packed, rank=rank, world_size=world_size, to_leader=to_leader)
     return [
         PackedItem(
             item.name,

@@ -18,15 +18,17 @@ from typing import Any
 
 from ..errors import MismatchError
 from ..format.digest import crc32c
-from ..format.layout import INDEX, rank_index
+from ..format.layout import INDEX, part_file, rank_index
 from ..format.manifest import FORMAT_VERSION
 from ..ranks.solo import Team
 from ..tensors.pack import PackedItem
 from .pieces import piece_rows
+from .plan import FROZEN
 from .sameness import Marks, differing_groups, raise_differing
+from .shares import owners_seen
 from .tables import directory
 
-__all__ = ["Share", "agree"]
+__all__ = ["Share", "agree", "tensor_map"]
 
 _SHOWN = 8
 
@@ -85,13 +87,29 @@ class Share:
         return cls("", error=error)
 
     def documents(
-        self, places: Mapping[tuple[str, str], tuple[str, int, int]], *, rank: int, team: int
+        self,
+        places: Mapping[tuple[str, str], tuple[str, int, int]],
+        *,
+        rank: int,
+        team: int,
+        joined: Mapping[str, list[Any]] | None = None,
     ) -> dict[str, bytes]:
-        """Return the JSON files that this rank writes, by path."""
+        """Return the JSON files that this rank writes, by path.
+
+        Args:
+            places: Where each tensor lies that this rank writes by itself.
+            rank: This rank.
+            team: The number of ranks.
+            joined: Where all of the shared tensors lie, if one rank writes them; by item.
+        """
         table: dict[str, Any] = {}
         for item in self.own:
-            found = {key: place for (name, key), place in places.items() if name == item.name}
-            entry: dict[str, Any] = {"pieces": piece_rows(item.leaves, found)}
+            if joined is None or item.home == "each":
+                found = {key: place for (name, key), place in places.items() if name == item.name}
+                rows = piece_rows(item.leaves, found)
+            else:
+                rows = joined.get(item.name, [])
+            entry: dict[str, Any] = {"pieces": rows}
             if item.home == "each":
                 entry["tree"] = item.tree
             table[item.name] = entry
@@ -108,12 +126,37 @@ class Share:
                 }
                 for item in self.whole
             }
-            grids, tensors = directory(self.whole, world_size=team)
+            if joined is None:
+                grids, tensors = directory(self.whole, world_size=team)
+                maps = self._maps(team)
+            else:
+                grids, tensors, maps = [], _joined_directory(joined), _joined_maps(joined)
             for name, rows in tensors.items():
                 items[name]["tensors"] = rows
             index = {"format": FORMAT_VERSION, "ranks": team, "grids": grids, "items": items}
             documents[INDEX] = _json(index)
+            documents.update(maps)
         return documents
+
+    def _maps(self, team: int) -> dict[str, bytes]:
+        """Return for other tools where the tensors of each item are whose parts hold whole ones."""
+        seen = owners_seen(self.whole, rank=0, world_size=team)
+        maps: dict[str, bytes] = {}
+        for item in self.whole:
+            named = [(leaf, seen.get((item.name, leaf.part_key))) for leaf in item.leaves]
+            is_whole = all(leaf.shape == leaf.whole_shape for leaf in item.leaves)
+            if item.home in ("each", "spread") or not named or not is_whole:
+                continue
+            if any(owner is None for _, owner in named):
+                continue
+            files = {
+                leaf.part_key: part_file(
+                    item.name, variant=FROZEN if leaf.is_frozen else "", rank=owner
+                )
+                for leaf, owner in named
+            }
+            maps.update(tensor_map(item.name, files, sum(leaf.num_bytes for leaf, _ in named)))
+        return maps
 
 
 def agree(team: Team, share: Share, *, timeout_s: float) -> None:
@@ -182,6 +225,28 @@ def _differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
     )
 
 
+def tensor_map(item: str, files: Mapping[str, str], total_bytes: int) -> dict[str, bytes]:
+    """Return the file that tells other tools in which part each whole tensor of an item is."""
+    table = {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}
+    return {f"{item}.safetensors.index.json": _json(table)}
+
+
+def _joined_directory(joined: Mapping[str, list[Any]]) -> dict[str, Any]:
+    return {
+        item: [[key, code, shape, {"rank": 0}] for key, code, shape, *_ in rows]
+        for item, rows in joined.items()
+    }
+
+
+def _joined_maps(joined: Mapping[str, list[Any]]) -> dict[str, bytes]:
+    maps: dict[str, bytes] = {}
+    for item, rows in joined.items():
+        files = {row[0]: row[5] for row in rows}
+        if len(set(files.values())) > 1:
+            maps.update(tensor_map(item, files, sum(row[7] - row[6] for row in rows)))
+    return maps
+
+
 def _divergence(said: str) -> MismatchError:
     return MismatchError(
         f"The ranks do not save the same: {said}.",
@@ -201,7 +266,13 @@ def _described(item: PackedItem) -> list[Any]:
     # A rank may have several pieces of a tensor, or an empty one.
     return list(
         {
-            leaf.key: [leaf.key, leaf.code, list(leaf.whole_shape), leaf.is_leaders]
+            leaf.key: [
+                leaf.key,
+                leaf.code,
+                list(leaf.whole_shape),
+                leaf.is_leaders,
+                leaf.is_frozen,
+            ]
             for leaf in item.leaves
         }.values()
     )

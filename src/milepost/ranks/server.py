@@ -47,6 +47,11 @@ class Server:
         self._lock = threading.Lock()
         self._idle: list[TCPStore] = []
 
+    @property
+    def host(self) -> str:
+        """Return the name of the leader's machine, as the other ranks know it."""
+        return self._address[0]
+
     def set(self, key: str, value: bytes) -> None:
         """Store a value of ASCII.
 

@@ -37,6 +37,10 @@ class Team(Protocol):
     rank: int
     world_size: int
 
+    @property
+    def host(self) -> str:
+        """Return the name of the leader's machine, as the other ranks know it."""
+
     def lead(self, task: str, work: Callable[[], T], *, timeout_s: float) -> T:
         """Have the leader do something; return its result, or raise its error, on every rank."""
 
@@ -100,6 +104,7 @@ class Solo:
 
     rank = 0
     world_size = 1
+    host = "localhost"
 
     def lead(self, task: str, work: Callable[[], T], *, timeout_s: float) -> T:
         """Do it."""

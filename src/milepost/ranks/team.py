@@ -45,6 +45,8 @@ _log = logging.getLogger("milepost")
 
 _KEPT_TASKS = 64
 _FOLLOWER_MARGIN_S = 10.0
+_LOST_WAIT_S = 2.0
+_UNREACHABLE = (RankFailedError, DeadlineError)
 _num_joined = 0
 
 
@@ -67,6 +69,11 @@ class StoreTeam:
         self._posted: deque[str] = deque()
         self._has_left = False
         self._awaited: str | None = None
+
+    @property
+    def host(self) -> str:
+        """Return the name of the leader's machine; see :class:`Team`."""
+        return self._server.host
 
     def for_thread(self, name: str) -> StoreTeam:
         """Return a team of the same ranks whose tasks are counted apart."""
@@ -129,7 +136,7 @@ class StoreTeam:
                 raise _as_told(answer.exception(), own)
             return answer.value  # type: ignore[no-any-return]
         try:
-            answers = self._gather(key, task, outcome, timeout_s)
+            answers = self._gather(key, task, outcome, timeout_s, own)
             raise_failures(task, answers)
             value = conclude([one.value for one in answers])
         except BaseException as error:  # noqa: BLE001 - told to every rank, and raised on each
@@ -195,19 +202,27 @@ class StoreTeam:
             _log.info("Left the other ranks without a goodbye: %s", error)
         self._server.close()
 
-    def _gather(self, key: str, task: str, own: Outcome, timeout_s: float) -> list[Outcome]:
+    def _gather(
+        self, key: str, task: str, own: Outcome, timeout_s: float, error: BaseException | None
+    ) -> list[Outcome]:
         deadline_s = time.monotonic() + timeout_s
+        # Whoever could not be reached in the work will hardly answer now.
+        lost = error.facts.get("ranks", []) if isinstance(error, _UNREACHABLE) else []
         answers: list[bytes] = [own.to_bytes()]
         missing: list[int] = []
         self._awaited = key
         for rank in range(1, self.world_size):
             place = f"{key}/{rank}"
+            left_s = deadline_s - time.monotonic()
             try:
-                answers.append(self._server.get(place, deadline_s - time.monotonic()))
+                left_s = min(left_s, _LOST_WAIT_S) if rank in lost else left_s
+                answers.append(self._server.get(place, left_s))
                 self._server.forget(place)
             except DeadlineError:
                 missing.append(rank)
         self._awaited = None
+        if missing and error is not None and set(missing) <= set(lost):
+            raise error
         if missing:
             raise _missing(task, missing, timeout_s, own)
         outcomes = [Outcome.from_bytes(data) for data in answers]
@@ -240,11 +255,12 @@ class StoreTeam:
 def _as_told(error: BaseException, own: BaseException | None) -> BaseException:
     """Return the error to raise on this rank, with its own error as the cause.
 
-    Where they are of one kind it is its own: that has facts and a cause which were not sent.
+    Where they are of one kind it is its own: that has facts and a cause which were not sent. But
+    that another rank could not be reached tells less than what that rank has told since.
     """
     if own is None or error is own:
         return error
-    if type(own) is type(error):
+    if type(own) is type(error) and not isinstance(own, RankFailedError):
         return own
     error.__cause__ = own
     return error
