@@ -1,0 +1,443 @@
+"""A store in a bucket of S3, GCS or Azure, or of anything that speaks one of their protocols.
+
+What makes it durable is the service: an object is there, whole and durable, when its upload has
+been answered. What makes ``put_new`` exclusive is a condition on the upload, "only if there is
+none". An answer may get lost on the way, and the try after it is refused because of our own object:
+so each object carries a random mark, and a refusal is believed only if the mark is another's.
+
+Records are small and uploaded at once. Parts are streamed in several pieces while they are written,
+and are visible when the last piece has been answered; what was begun and not ended is dropped.
+
+The only module that imports obstore.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, final
+
+import obstore
+from obstore.store import from_url
+
+from ..errors import (
+    CheckpointError,
+    DamagedError,
+    DeadlineError,
+    ExistsError,
+    FormatError,
+    MissingError,
+    StorageError,
+    UsageError,
+)
+from ..format.digest import BLOCK_BYTES
+from ..format.layout import check_key
+from .base import Entry, Names, Traits
+from .feed import BlockFeed
+from .refusals import typed_error
+
+__all__ = ["CloudStore"]
+
+_MARK = "mpwrite"
+_SLOWEST_BYTES_S = 500_000
+_CONNECT_S = 10
+_MAX_PIECES = 9_000
+_RETRIES = 6
+_RETRY_TIMEOUT_S = 120.0
+_UPLOADS_AT_ONCE = 4
+
+
+@final
+class CloudStore:
+    """Keeps each key as an object below a prefix of a bucket.
+
+    Args:
+        url: Such as ``s3://bucket/prefix``, ``gs://...``, ``az://...`` or ``abfss://...``.
+        config: Options of the client by the names that obstore gives them, such as ``endpoint``.
+            What is missing comes from the environment, as for the tools of the service.
+        retry_timeout_s: How long one request is tried again.
+        max_retries: How often.
+
+    Raises:
+        UsageError: The client cannot be made of this.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        retry_timeout_s: float = _RETRY_TIMEOUT_S,
+        max_retries: int = _RETRIES,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.traits = Traits(
+            is_local=False, exclusive_create=True, hard_links=False, symlinks=False
+        )
+        self._pid = os.getpid()
+        self._wait_s = retry_timeout_s + 60.0
+        options = dict(config or {})
+        endpoint = str(options.get("endpoint") or _endpoint_of_environment())
+        try:
+            self._store = from_url(
+                self.url,
+                client_options={
+                    "allow_http": endpoint.startswith("http://"),
+                    "connect_timeout": f"{_CONNECT_S}s",
+                    "timeout": f"{_CONNECT_S + BLOCK_BYTES // _SLOWEST_BYTES_S}s",
+                },
+                retry_config={
+                    "max_retries": max_retries,
+                    "retry_timeout": timedelta(seconds=retry_timeout_s),
+                },
+                **options,
+            )
+        except Exception as error:  # noqa: BLE001 - of a library: whatever it is, there is no client
+            raise UsageError(
+                f"No client can be made for {self.url}: {type(error).__name__}.",
+                hint="Look at the address, and at the options that were given with it.",
+                path=self.url,
+            ) from None  # its text may hold what it was given
+
+    def __repr__(self) -> str:
+        return f"CloudStore({self.url!r})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise UsageError(
+            f"{self!r} cannot be pickled: it holds credentials.",
+            hint="Give the address to the other process, and let it open the store itself.",
+        )
+
+    def put_new(self, key: str, data: bytes) -> None:
+        """Create ``key`` with ``data`` or raise ``ExistsError``."""
+        self._check(key)
+        if not self.traits.exclusive_create:
+            self._refuse_existing(key)
+            self.put(key, data)
+            return
+        mark = secrets.token_hex(16)
+        try:
+            with self._typed("create", key):
+                obstore.put(
+                    self._store,
+                    key,
+                    bytes(data),
+                    mode="create",
+                    attributes={_MARK: mark},
+                    use_multipart=False,
+                )
+        except (ExistsError, StorageError, DeadlineError) as error:
+            # It may be ours: the answer to a first try got lost.
+            if not self._has_mark(key, mark):
+                raise error from error.__cause__
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace ``key``."""
+        self._check(key)
+        with self._typed("put", key):
+            obstore.put(self._store, key, bytes(data), use_multipart=False)
+
+    def get(self, key: str, *, max_bytes: int = 256 * 1024 * 1024) -> bytes:
+        """Return the bytes of ``key``."""
+        self._check(key)
+        with self._typed("get", key):
+            found = obstore.get(self._store, key)
+            size_bytes = found.meta["size"]
+            if size_bytes <= max_bytes:
+                data = bytes(found.bytes())
+        if size_bytes > max_bytes:
+            raise FormatError(
+                f"{key} holds {size_bytes:,} bytes; at most {max_bytes:,} are read.", path=key
+            )
+        if len(data) != size_bytes:
+            raise DamagedError(
+                f"{self._name(key)} came with {len(data):,} of {size_bytes:,} bytes.", path=key
+            )
+        return data
+
+    def head(self, key: str) -> Entry:
+        """Return the entry of ``key`` or raise ``MissingError``."""
+        self._check(key)
+        with self._typed("look at", key):
+            return _entry(obstore.head(self._store, key))
+
+    def list(self, folder: str = "") -> Iterator[Entry]:
+        """Yield every key below a folder in the order of the keys."""
+        prefix = f"{self._check(folder)}/" if folder else None
+        with self._typed("list", folder):
+            found = [
+                _entry(meta)
+                for page in obstore.list(self._store, prefix=prefix, chunk_size=1000)
+                for meta in page
+            ]
+        yield from sorted(found, key=lambda entry: entry.key)
+
+    def folders(self, folder: str = "") -> Names:
+        """Return the names directly below a folder that have keys below them, sorted."""
+        prefix = f"{self._check(folder)}/" if folder else None
+        with self._typed("list", folder):
+            found = obstore.list_with_delimiter(self._store, prefix=prefix)["common_prefixes"]
+        return sorted(one.rstrip("/").rpartition("/")[2] for one in found)
+
+    def delete(self, key: str) -> None:
+        """Remove ``key``."""
+        self._check(key)
+        try:
+            with self._typed("delete", key):
+                obstore.delete(self._store, key)
+        except MissingError:
+            return  # some services say so
+
+    def rename(self, key: str, new_key: str) -> None:
+        """Move ``key`` to ``new_key``, which must not exist, in two steps. For records."""
+        data = self.get(key)
+        self.put_new(new_key, data)
+        self.delete(key)
+
+    def link(self, key: str, new_key: str) -> None:
+        """Give the bytes of ``key`` a second key: a copy that the service makes."""
+        self._check(key)
+        self._check(new_key)
+        self._refuse_existing(new_key)
+        with self._typed("copy", key):
+            obstore.copy(self._store, key, new_key)
+
+    def point(self, key: str, target: str) -> None:
+        """Make ``key`` a text with the target's name."""
+        self.put(key, f"{target}\n".encode())
+
+    def create_writer(self, key: str, size_bytes: int) -> CloudWriter:
+        """Begin to write a new key of a known size."""
+        self._check(key)
+        self._refuse_existing(key)
+        return CloudWriter(self, key, size_bytes)
+
+    def open_reader(self, key: str) -> CloudReader:
+        """Open a key for reading."""
+        return CloudReader(self, key, self.head(key).size_bytes)
+
+    def sync_folder(self, folder: str) -> None:
+        """Do nothing: what was answered is durable."""
+
+    def local_path(self, key: str) -> str | None:  # noqa: ARG002 - the contract's name
+        """Return ``None``: there are no files."""
+        return None
+
+    def probe(self) -> bool:
+        """Find out whether the place refuses to create what is there; remember it in ``traits``.
+
+        Two objects are created under one random name. A place that accepts the second is used with
+        a look before each create instead, which is safe with a single writer only.
+
+        Returns:
+            Whether ``put_new`` is exclusive.
+        """
+        key = f"probes/{secrets.token_hex(8)}"
+        try:
+            self.put_new(key, b"first")
+            try:
+                self.put_new(key, b"second")
+            except ExistsError:
+                return True
+        finally:
+            self.delete(key)
+        self.traits = Traits(
+            is_local=False, exclusive_create=False, hard_links=False, symlinks=False
+        )
+        return False
+
+    def upload(self, key: str, feed: BlockFeed, size_bytes: int) -> None:
+        """Upload what a feed gives, in several pieces. Used by the writer."""
+        piece_bytes = max(BLOCK_BYTES, -(-size_bytes // _MAX_PIECES))
+        with self._typed("upload", key):
+            obstore.put(
+                self._store,
+                key,
+                iter(feed),
+                use_multipart=True,
+                chunk_size=piece_bytes,
+                max_concurrency=_UPLOADS_AT_ONCE,
+            )
+
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
+        """Return a range of bytes of a key. Used by the reader."""
+        with self._typed("read", key):
+            return memoryview(obstore.get_range(self._store, key, start=start, length=length))
+
+    @property
+    def wait_s(self) -> float:
+        """Return how long to wait for an upload to take the next block."""
+        return self._wait_s
+
+    def _check(self, key: str) -> str:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"{self!r} cannot be used in a forked child of the process that opened it.",
+                hint="Start the process with spawn, and open the store there.",
+            )
+        return check_key(key, where=self.url)
+
+    def _name(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+    def _refuse_existing(self, key: str) -> None:
+        try:
+            self.head(key)
+        except MissingError:
+            return
+        raise ExistsError(f"There is already a {self._name(key)}.", path=key)
+
+    def _has_mark(self, key: str, mark: str) -> bool:
+        try:
+            with self._typed("look at", key):
+                return bool(obstore.get(self._store, key).attributes.get(_MARK) == mark)
+        except CheckpointError:
+            return False
+
+    @contextmanager
+    def _typed(self, operation: str, key: str) -> Iterator[None]:
+        """Turn errors of the client into those of this library, without what they may give away."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (obstore.exceptions.BaseError, OSError) as error:
+            raise typed_error(
+                str(error), type(error).__name__, operation=operation, name=self._name(key), key=key
+            ) from None
+
+
+@final
+class CloudWriter:
+    """Uploads one new object while it is written. See ``base.Writer``."""
+
+    def __init__(self, store: CloudStore, key: str, size_bytes: int) -> None:
+        self._store = store
+        self._key = key
+        self._size_bytes = size_bytes
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._small = bytearray()
+        self._feed = BlockFeed(key, size_bytes, timeout_s=store.wait_s)
+        self._thread: threading.Thread | None = None
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write ``data`` at ``offset``."""
+        view = data.cast("B") if data.format != "B" or data.ndim != 1 else data
+        if self._size_bytes > BLOCK_BYTES:
+            self._start()
+            self._feed.put(offset, view)
+            return
+        with self._lock:
+            if not self._is_open or offset != len(self._small):
+                raise UsageError(f"{self._key}: a block was written twice or after closing.")
+            self._small += view
+
+    def close(self) -> None:
+        """Wait until the object is there, whole."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+        if self._size_bytes <= BLOCK_BYTES:
+            self._store.put_new(self._key, bytes(self._small))
+            return
+        if self._thread is None or self._feed.missing_bytes:
+            self._drop()
+            raise DamagedError(
+                f"{self._key} was closed with {self._feed.missing_bytes:,} bytes missing.",
+                path=self._key,
+            )
+        self._thread.join(self._store.wait_s * 2)
+        if self._thread.is_alive():
+            self._drop()
+            raise DeadlineError(
+                f"The upload of {self._key} did not end.",
+                safe="Nothing of it counts; earlier checkpoints are intact.",
+                path=self._key,
+            )
+        if self._error is not None:
+            raise self._error
+        self._check_size()
+
+    def abort(self) -> None:
+        """Drop what was written."""
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+        if was_open:
+            self._drop()
+
+    _error: BaseException | None = None
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None and self._is_open:
+                self._thread = threading.Thread(target=self._run, name="milepost-upload")
+                self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._store.upload(self._key, self._feed, self._size_bytes)
+        except BaseException as error:  # noqa: BLE001 - raised where blocks are brought, and by close
+            self._error = error
+            self._feed.fail(error)
+
+    def _drop(self) -> None:
+        self._feed.stop()
+        if self._thread is not None:
+            self._thread.join(self._store.wait_s)
+
+    def _check_size(self) -> None:
+        found = self._store.head(self._key).size_bytes
+        if found != self._size_bytes:
+            raise DamagedError(
+                f"{self._key} was uploaded with {found:,} of {self._size_bytes:,} bytes.",
+                path=self._key,
+                expected=self._size_bytes,
+                found=found,
+            )
+
+
+@final
+class CloudReader:
+    """Reads ranges of one object. See ``base.Reader``."""
+
+    def __init__(self, store: CloudStore, key: str, size_bytes: int) -> None:
+        self._store = store
+        self._key = key
+        self.size_bytes = size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset`` on."""
+        length = buffer.nbytes
+        if not length:
+            return
+        missing = offset + length - self.size_bytes
+        part = memoryview(b"")
+        if missing <= 0:
+            part = self._store.read_range(self._key, offset, length)
+            missing = length - part.nbytes
+        if missing:
+            raise DamagedError(
+                f"{self._key} ends {missing:,} bytes too early.",
+                path=self._key,
+                expected=offset + length,
+                found=offset + length - missing,
+            )
+        buffer.cast("B")[:] = part
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _entry(meta: Mapping[str, Any]) -> Entry:
+    return Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+
+
+def _endpoint_of_environment() -> str:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
