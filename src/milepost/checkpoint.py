@@ -25,7 +25,7 @@ from .runs.verify import Level, VerifyReport, verify
 from .stores.base import Store
 from .stores.local import LocalStore
 from .stores.prefix import PrefixStore
-from .stores.url import open_store
+from .stores.url import is_address, open_store
 from .visible import SUFFIXES, VisibleFiles
 
 if TYPE_CHECKING:
@@ -423,11 +423,15 @@ def open_checkpoint(place: Place) -> Checkpoint:
 
     Args:
         place: The folder of a checkpoint, a run (its newest one is taken), a run and a name joined
-            by a slash, or the file of a checkpoint that was saved as a single file.
+            by a slash, or the file of a checkpoint that was saved as a single file; on a local disk
+            or, as an address such as ``s3://bucket/run/ep1``, in an object store.
 
     Raises:
         MissingError: There is none.
     """
+    address = os.fspath(place)
+    if is_address(address):
+        return _open_remote(address.rstrip("/"))
     path = Path(place).expanduser()
     if (path / MANIFEST).is_file():
         return Checkpoint(LocalStore(path), "")
@@ -447,6 +451,28 @@ def open_checkpoint(place: Place) -> Checkpoint:
         f"There is no checkpoint at {place}.",
         hint="Give the folder of a checkpoint, a run, RUN/NAME, or a .pt file.",
         path=str(place),
+    )
+
+
+def _open_remote(address: str) -> Checkpoint:
+    store = open_store(address)
+    alone = Checkpoint(store, "")
+    if alone.is_committed:
+        return alone
+    if run_store(store) is not None:
+        latest = open_run(store).latest()
+        if latest is not None:
+            return latest
+    above, _, name = address.rpartition("/")
+    if not above.endswith(":/"):
+        records = run_store(above)
+        if records is not None:
+            stem = next((name.removesuffix(s) for s in SUFFIXES.values() if name.endswith(s)), name)
+            return Run(records).get(stem)
+    raise MissingError(
+        f"There is no checkpoint at {address}.",
+        hint="Give the address of a checkpoint, of a run, or RUN/NAME.",
+        path=address,
     )
 
 

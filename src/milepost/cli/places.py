@@ -10,6 +10,7 @@ from ..checkpoint import Checkpoint, Run, open_checkpoint, open_run, run_store
 from ..errors import DamagedError, IncompleteError, MissingError
 from ..format.layout import DIAGNOSTIC_FOLDERS, HIDDEN, LATEST
 from ..runs.scan import Found, State
+from ..stores.url import is_address
 from ..visible import SUFFIXES
 
 __all__ = ["Located", "locate", "locate_run", "path_of"]
@@ -42,15 +43,18 @@ def path_of(place: str) -> Path:
     return Path(place).expanduser()
 
 
+def _target(place: str) -> Path | str:
+    """Return the local path or the address that was meant."""
+    return place.rstrip("/") if is_address(place) else path_of(place).absolute()
+
+
 def locate_run(place: str) -> Run:
     """Open a run given by its folder, or by its hidden folder of records.
 
     Raises:
         MissingError: There is none.
     """
-    if "://" in place and not place.startswith("file://"):
-        return open_run(place)  # says which kinds of place there are
-    return open_run(path_of(place))
+    return open_run(_target(place))
 
 
 def locate(place: str, *, need_commit: bool = True) -> Located:
@@ -65,15 +69,13 @@ def locate(place: str, *, need_commit: bool = True) -> Located:
         MissingError: There is no such checkpoint.
         IncompleteError: It has no commit, and one is needed.
     """
-    if "://" in place and not place.startswith("file://"):
-        open_run(place)
-    path = path_of(place)
-    own = run_store(path)
+    target = _target(place)
+    own = run_store(target)
     if own is not None:
         return replace(_newest(Run(own), place), is_by_run=True)
-    located = _locate_in_run(path)
+    located = _locate_in_run(target)
     if located is None:
-        return Located(open_checkpoint(path))
+        return Located(open_checkpoint(target))
     if need_commit and located.found is not None and located.found.state in _UNFINISHED:
         raise IncompleteError(
             f"{place} is {located.found.state}: it holds files but no commit.",
@@ -93,10 +95,9 @@ def _newest(run: Run, place: str) -> Located:
     return Located(run.get(found.name), run, found)
 
 
-def _locate_in_run(path: Path) -> Located | None:
-    """Look in the run that a path leads into, or return ``None`` if it leads into none."""
-    path = path.absolute()
-    for folder, name in _splits(path):
+def _locate_in_run(target: Path | str) -> Located | None:
+    """Look in the run that a place leads into, or return ``None`` if it leads into none."""
+    for folder, name in _splits(target):
         store = run_store(folder)
         if store is None:
             continue
@@ -117,12 +118,23 @@ def _locate_in_run(path: Path) -> Located | None:
     return None
 
 
-def _splits(path: Path) -> list[tuple[Path, str]]:
-    splits = [(path.parent, path.name)]
-    if path.parent.name in DIAGNOSTIC_FOLDERS:
-        splits.append((path.parent.parent, f"{path.parent.name}/{path.name}"))
+def _splits(target: Path | str) -> list[tuple[Path | str, str]]:
+    """Return the ways to read a place as that of a run and the name of a checkpoint in it."""
+    above, name = _split(target)
+    splits = [(above, name)]
+    far, middle = _split(above)
+    if middle in DIAGNOSTIC_FOLDERS:
+        splits.append((far, f"{middle}/{name}"))
     return [
-        (folder.parent if folder.name == HIDDEN else folder, name)
+        (_split(folder)[0] if _split(folder)[1] == HIDDEN else folder, name)
         for folder, name in splits
         if name
     ]
+
+
+def _split(target: Path | str) -> tuple[Path | str, str]:
+    if isinstance(target, Path):
+        return target.parent, target.name
+    above, _, name = target.rpartition("/")
+    # "s3://bucket" has nothing above it.
+    return (above, name) if not above.endswith(":/") else (target, "")

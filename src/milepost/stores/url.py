@@ -10,17 +10,24 @@ from ..errors import UsageError
 from .base import Store
 from .local import LocalStore
 
-__all__ = ["open_store"]
+__all__ = ["is_address", "open_store"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_OBJECT_STORES = frozenset({"s3", "gs", "az", "abfs", "abfss", "libcloud", "r2", "http", "https"})
+_BUCKETS = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss"})
+
+
+def is_address(place: str) -> bool:
+    """Return whether a text is the address of a store that is no folder of this machine."""
+    scheme = _SCHEME.match(place)
+    return scheme is not None and scheme[1].lower() != "file"
 
 
 def open_store(place: str | os.PathLike[str] | Store) -> Store:
     """Return the store at a place.
 
     Args:
-        place: A folder, ``file:///folder``, or a store, which is returned as it is.
+        place: A folder, ``file:///folder``, ``s3://bucket/prefix`` (or ``gs``, ``az``, ``abfss``;
+            credentials come from the environment), or a store, which is returned as it is.
 
     Raises:
         UsageError: An empty place, or one of a kind that this version cannot open.
@@ -41,13 +48,18 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
                 f"{text!r} names another machine.", hint="Write file:///folder, with 3 slashes."
             )
         return LocalStore(unquote(parts.path))
-    reason = (
-        "object stores are not available in this version"
-        if name in _OBJECT_STORES
-        else f"there is no kind of store called {name!r}"
-    )
+    if name in _BUCKETS:
+        if urlsplit(text).password is not None:
+            raise UsageError(
+                f"An address {name}://... holds a secret.",
+                hint="Addresses end up in records and logs. Give secrets by the environment.",
+            )
+        from .cloud import CloudStore
+
+        return CloudStore(text)
     raise UsageError(
-        f"Cannot open the place {name}://...: {reason}.",
-        hint="Use a folder, file:///folder, or pass a Store of your own.",
+        f"Cannot open the place {name}://...: there is no kind of store called {name!r}.",
+        hint="Use a folder, file:///folder, s3://bucket/prefix, gs://..., az://..., or pass a "
+        "Store of your own.",
         scheme=name,
     )

@@ -29,13 +29,25 @@ def test_a_store_is_itself():
         assert open_store(store) is store
 
 
-@pytest.mark.parametrize("place", ["s3://b/k", "gs://b", "az://c", "abfss://c@a/x", "libcloud://x"])
-def test_object_stores_are_refused_by_name(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["s3://b/k", "gs://b/k", "az://c/k", "abfss://c@a.dfs.core.windows.net/k"])
+def test_buckets_are_opened_by_their_addresses(place, tmp_path, monkeypatch):
     """And never become a folder called s3: in the working directory."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="not available in this version"):
-        open_store(place)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    store = open_store(f"{place}/")
+    assert store.url == place
+    assert not store.traits.is_local
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["s3://", "az://c/x"])
+def test_an_address_that_no_client_can_be_made_of_is_refused(place, monkeypatch):
+    """Not later, when the first checkpoint is due."""
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(UsageError, match="No client"):
+        open_store(place)
 
 
 @pytest.mark.parametrize("place", ["", "ftp://host/x", "file://host/x", "file://", b"bytes"])
