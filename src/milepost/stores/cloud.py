@@ -13,11 +13,13 @@ The only module that imports obstore.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
 
@@ -41,6 +43,8 @@ from .feed import BlockFeed
 from .refusals import typed_error
 
 __all__ = ["CloudStore"]
+
+_log = logging.getLogger("milepost")
 
 _MARK = "mpwrite"
 _SLOWEST_BYTES_S = 500_000
@@ -79,6 +83,8 @@ class CloudStore:
             is_local=False, exclusive_create=True, hard_links=False, symlinks=False
         )
         self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._was_probed = False
         self._wait_s = retry_timeout_s + 60.0
         options = dict(config or {})
         endpoint = str(options.get("endpoint") or _endpoint_of_environment())
@@ -115,10 +121,14 @@ class CloudStore:
     def put_new(self, key: str, data: bytes) -> None:
         """Create ``key`` with ``data`` or raise ``ExistsError``."""
         self._check(key)
-        if not self.traits.exclusive_create:
+        self._probe_once()
+        if self.traits.exclusive_create:
+            self._create(key, data)
+        else:
             self._refuse_existing(key)
             self.put(key, data)
-            return
+
+    def _create(self, key: str, data: bytes) -> None:
         mark = secrets.token_hex(16)
         try:
             with self._typed("create", key):
@@ -227,28 +237,32 @@ class CloudStore:
         """Return ``None``: there are no files."""
         return None
 
-    def probe(self) -> bool:
-        """Find out whether the place refuses to create what is there; remember it in ``traits``.
+    def _probe_once(self) -> None:
+        """Find out whether the place refuses to create what is there.
 
         Two objects are created under one random name. A place that accepts the second is used with
         a look before each create instead, which is safe with a single writer only.
-
-        Returns:
-            Whether ``put_new`` is exclusive.
         """
-        key = f"probes/{secrets.token_hex(8)}"
-        try:
-            self.put_new(key, b"first")
+        with self._lock:
+            if self._was_probed:
+                return
+            key = f"probe-{secrets.token_hex(8)}"
+            self._create(key, b"first")
             try:
-                self.put_new(key, b"second")
+                self._create(key, b"second")
             except ExistsError:
-                return True
-        finally:
-            self.delete(key)
-        self.traits = Traits(
-            is_local=False, exclusive_create=False, hard_links=False, symlinks=False
-        )
-        return False
+                self._was_probed = True
+            finally:
+                self.delete(key)
+            if self._was_probed:
+                return
+            self._was_probed = True
+            self.traits = replace(self.traits, exclusive_create=False)
+            _log.warning(
+                "%s does not refuse to create what is there already: it is safe for one writer "
+                "only. Never let two processes save to one run there at the same time.",
+                self.url,
+            )
 
     def upload(self, key: str, feed: BlockFeed, size_bytes: int) -> None:
         """Upload what a feed gives, in several pieces. Used by the writer."""

@@ -29,7 +29,9 @@ def test_a_store_is_itself():
         assert open_store(store) is store
 
 
-@pytest.mark.parametrize("place", ["s3://b/k", "gs://b/k", "az://c/k", "abfss://c@a.dfs.core.windows.net/k"])
+@pytest.mark.parametrize(
+    "place", ["s3://b/k", "gs://b/k", "az://c/k", "abfss://c@a.dfs.core.windows.net/k"]
+)
 def test_buckets_are_opened_by_their_addresses(place, tmp_path, monkeypatch):
     """And never become a folder called s3: in the working directory."""
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,195 @@
+"""What networks and services do: each ends in success, or in an error that says what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import milepost as mp
+from milepost.format.digest import BLOCK_BYTES
+from milepost.stores.cloud import CloudStore
+from milepost.testing import read_key, write_key
+
+from .proxy import (
+    Answer,
+    Forward,
+    HangUp,
+    Proxy,
+    Request,
+    Rule,
+    error,
+    first,
+    is_put,
+    lose_answer,
+    proxy_before,
+)
+from .test_contract import open_s3
+
+pytestmark = pytest.mark.cloud
+
+
+@pytest.fixture
+def proxy(s3_endpoint: str) -> Iterator[Proxy]:
+    with proxy_before(s3_endpoint) as one:
+        yield one
+
+
+@pytest.fixture
+def store(proxy: Proxy, request: pytest.FixtureRequest) -> CloudStore:
+    return open_s3(proxy.endpoint, f"failures/{request.node.name}/{time.time_ns()}")
+
+
+def refuse(status: int, code: str):
+    return lambda request, forward: error(status, code)
+
+
+def hang_up(request: Request, forward: Forward) -> Answer:
+    raise HangUp
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        refuse(500, "InternalError"),
+        refuse(503, "SlowDown"),
+        refuse(429, "TooManyRequests"),
+        hang_up,
+    ],
+    ids=["500", "503", "429", "reset"],
+)
+def test_passing_trouble_is_waited_out(proxy: Proxy, store: CloudStore, trouble) -> None:
+    """Whatever is asked, and the bytes are right."""
+    proxy.rule = first(2, trouble)
+    store.put_new("a", b"1")
+    proxy.rule = first(2, trouble)
+    assert store.get("a") == b"1"
+    data = bytes(range(256)) * (BLOCK_BYTES // 128)
+    proxy.rule = first(2, trouble, only=is_put)
+    write_key(store, "big", data)
+    proxy.rule = first(2, trouble)
+    assert read_key(store, "big") == data
+
+
+def test_lasting_trouble_is_an_error_with_operation_and_tries(
+    proxy: Proxy, store: CloudStore
+) -> None:
+    """Within the time that was given, and not as something missing."""
+    store.put_new("warm", b"")
+    proxy.seen.clear()
+    proxy.rule = refuse(503, "SlowDown")
+    with pytest.raises(mp.StorageError) as caught:
+        store.put_new("a", b"1")
+    assert not isinstance(caught.value, mp.MissingError)
+    facts = caught.value.facts
+    assert (facts["operation"], facts["path"], facts["status"]) == ("create", "a", 503)
+    assert (facts["code"], facts["tries"]) == ("SlowDown", 4)
+    assert len([one for one in proxy.seen if is_put(one)]) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(403, "AccessDenied"), (400, "ExpiredToken"), (403, "SignatureDoesNotMatch"), (401, "x")],
+)
+def test_no_access_is_never_nothing_there(
+    proxy: Proxy, store: CloudStore, status: int, code: str
+) -> None:
+    """A run that cannot be looked at must not be started afresh."""
+    proxy.rule = refuse(status, code)
+    for ask in (
+        lambda: store.get("a"),
+        lambda: store.head("a"),
+        lambda: list(store.list()),
+        lambda: store.put_new("a", b"1"),
+        lambda: store.delete("a"),
+        lambda: store.create_writer("a", 1),
+        lambda: mp.open_run(store),
+    ):
+        with pytest.raises(mp.CheckpointError) as caught:
+            ask()
+        assert not isinstance(caught.value, mp.MissingError)
+    with pytest.raises(mp.AccessError):
+        store.get("a")
+
+
+def test_an_answer_that_got_lost_does_not_make_our_own_object_anothers(
+    proxy: Proxy, store: CloudStore
+) -> None:
+    """The second try finds what the first one made."""
+    proxy.rule = first(1, lose_answer, only=is_put)
+    store.put_new("a", b"ours")
+    assert store.get("a") == b"ours"
+    proxy.rule = first(1, lose_answer, only=is_put)
+    with pytest.raises(mp.ExistsError):
+        store.put_new("a", b"ours")  # equal bytes, and yet another's
+
+
+def test_an_object_of_another_is_not_taken_for_ours(proxy: Proxy, store: CloudStore) -> None:
+    """It came while our first try was lost before it arrived."""
+    other = open_s3(proxy.endpoint, store.url.partition("//runs/")[2])
+    store.put_new("warm", b"")
+
+    def lose(request: Request, forward: Forward) -> Answer:
+        proxy.rule = lambda request, forward: forward(request)
+        other.put_new("a", b"theirs")
+        raise HangUp
+
+    proxy.rule = first(1, lose, only=is_put)
+    with pytest.raises(mp.ExistsError):
+        store.put_new("a", b"ours")
+    assert store.get("a") == b"theirs"
+
+
+def test_a_lost_answer_to_the_end_of_an_upload_is_no_loss(proxy: Proxy, store: CloudStore) -> None:
+    """Either the object is whole, or the writer says that it is not."""
+    data = bytes(range(251)) * (2 * BLOCK_BYTES // 251)
+    proxy.rule = first(
+        1, lose_answer, only=lambda one: one.method == "POST" and "uploadId" in one.path
+    )
+    try:
+        write_key(store, "big", data)
+    except mp.StorageError:
+        return
+    assert read_key(store, "big") == data
+
+
+def test_a_body_that_breaks_off_is_not_believed(proxy: Proxy, store: CloudStore) -> None:
+    """It is asked for again, or an error; never a short record."""
+    store.put_new("a", b"0123456789" * 1000)
+
+    def cut_at(size: int) -> Rule:
+        def rule(request: Request, forward: Forward) -> Answer:
+            answer = forward(request)
+            return Answer(answer.status, answer.headers, answer.body, cut=size)
+
+        return rule
+
+    proxy.rule = first(1, cut_at(5000), only=lambda one: one.method == "GET")
+    with contextlib.suppress(mp.StorageError):  # the other right answer
+        assert store.get("a") == b"0123456789" * 1000
+    proxy.rule = cut_at(0)
+    with pytest.raises(mp.StorageError):
+        store.get("a")
+
+
+def test_a_place_without_conditions_is_used_by_one_writer_only(
+    proxy: Proxy, store: CloudStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is found out before the first record, said loudly, and what is there stays."""
+
+    def without(request: Request, forward: Forward) -> Answer:
+        headers = {k: v for k, v in request.headers.items() if k.lower() != "if-none-match"}
+        return forward(Request(request.method, request.path, headers, request.body))
+
+    proxy.rule = without
+    with caplog.at_level(logging.WARNING, logger="milepost"):
+        store.put_new("a", b"1")
+    assert not store.traits.exclusive_create
+    assert "one writer" in caplog.text
+    with pytest.raises(mp.ExistsError):
+        store.put_new("a", b"2")
+    assert store.get("a") == b"1"
+    assert [entry.key for entry in store.list()] == ["a"]
