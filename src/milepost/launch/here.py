@@ -9,6 +9,7 @@ from ..errors import ExistsError, LaunchFailedError, UsageError
 from ..reporting.finished import is_finished, returned_by
 from ..reporting.session import Reports, in_use
 from ..stores.url import open_store
+from ..validation.config import ValidationConfig
 from .config import RunConfig
 from .entry import call, check_json
 from .result import LaunchResult, launch_result
@@ -41,7 +42,9 @@ def finished_result(run: RunConfig) -> LaunchResult | None:
     return launch_result(run, return_value=returned_by(store), folder=run.place)
 
 
-def run_here(train: Any, config: Any, *, run: RunConfig) -> LaunchResult:
+def run_here(
+    train: Any, config: Any, *, run: RunConfig, validation: ValidationConfig | None
+) -> LaunchResult:
     """Call a function in this process, which reports to the run as a worker does.
 
     Raises:
@@ -54,7 +57,10 @@ def run_here(train: Any, config: Any, *, run: RunConfig) -> LaunchResult:
         )
     check_json(config, "config")
     reports = Reports(
-        str(run.place), checkpoint_config=run.checkpoint_config, if_finished="continue"
+        str(run.place),
+        checkpoint_config=run.checkpoint_config,
+        validation=validation,
+        if_finished="continue",
     )
     in_use.push(reports)
     try:

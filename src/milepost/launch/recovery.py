@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import CheckpointError, LaunchFailedError, Preempted, UsageError, storage_error
 from ..liveness import Commit
 from ..reporting.current import REPORTS, environment_of_reports
+from ..validation.config import ValidationConfig
 from .attempt import AttemptResult, Limits, run_attempt
 from .config import RunConfig, ScalingConfig
 from .engine import Engine, Event, Group, Plan
@@ -44,6 +45,7 @@ def launch(
     run: RunConfig | None = None,
     available: Callable[[], int] | None = None,
     engine: str | Engine = "local",
+    validation: ValidationConfig | None = None,
 ) -> LaunchResult:
     """Run a function or a script on several workers, and bring them back when they fail.
 
@@ -64,6 +66,7 @@ def launch(
         available: Says before each attempt how many workers there may be. Default: all.
         engine: Where they run: ``"local"``, on this machine; ``"ray"``, on the machines of a Ray
             cluster; or a ``RayEngine`` with options.
+        validation: How checkpoints are validated that are reported with ``validation=True``.
 
     Returns:
         What the workers did and reported. Nothing is left running.
@@ -82,7 +85,7 @@ def launch(
     if finished is not None:
         return finished
     if scaling.num_workers == 0:
-        return run_here(train, config, run=run)
+        return run_here(train, config, run=run, validation=validation)
     if callable(train):
         if arguments:
             raise UsageError("A function takes no arguments.", hint="Give it a config.")
@@ -97,6 +100,7 @@ def launch(
         run=run,
         available=available,
         engine=_engine_of(engine),
+        validation=validation,
     ).run()
 
 
@@ -111,12 +115,14 @@ class _Launch:
         run: RunConfig,
         available: Callable[[], int] | None,
         engine: Engine,
+        validation: ValidationConfig | None,
     ) -> None:
         self._entry = entry
         self._scaling = scaling
         self._config = run
         self._available = available
         self._engine = engine
+        self._validation = validation
         self._policy = FailurePolicy(run.failure_config)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._signals = LauncherSignals(self._events)
@@ -173,7 +179,7 @@ class _Launch:
             max_failures=self._config.failure_config.max_failures,
             variables={
                 REPORTS: environment_of_reports(
-                    str(self._config.place), self._config.checkpoint_config
+                    str(self._config.place), self._config.checkpoint_config, self._validation
                 )
             },
         )

@@ -32,9 +32,12 @@ from ..version import __version__
 from .files import check_path, find_files
 from .metrics import flatten
 
-__all__ = ["Committer", "RunFacts"]
+__all__ = ["Committer", "RunFacts", "asked_validation", "nested_metrics"]
 
 _log = logging.getLogger("milepost")
+
+VALIDATION = "validation"
+"""Field of a manifest with what its validation was asked for with, if one was."""
 
 REPORTED = "reported"
 """Field of a manifest with the metrics as they were nested, where they were."""
@@ -133,10 +136,17 @@ class Committer:
         number: int,
         metrics: Mapping[str, Any],
         stats: Mapping[str, Any],
+        validation: Mapping[str, Any] | None,
     ) -> Manifest:
         """Commit a checkpoint. Returning is the acknowledgement."""
         session = self._facts.session
         flat = flatten(metrics)
+        extra: dict[str, Any] = {}
+        if flat != metrics:
+            extra[REPORTED] = tree.encode(dict(metrics))
+        if validation is not None:
+            # Were it only asked for afterwards, a stop in between would leave it unasked for ever.
+            extra[VALIDATION] = tree.encode(dict(validation))
         manifest = Manifest(
             name=held.folder,
             run_id=session.run_id,
@@ -155,7 +165,7 @@ class Committer:
             files=tuple(sorted(files, key=lambda entry: entry.path)),
             software=_software(),
             stats=stats,
-            extra={} if flat == metrics else {REPORTED: tree.encode(dict(metrics))},
+            extra=extra,
         )
         publish(self.store, session, manifest)
         self.newest = manifest.name
@@ -223,6 +233,12 @@ class Committer:
                 path=folder,
             )
         return paths
+
+
+def asked_validation(manifest: Manifest) -> dict[str, Any] | None:
+    """Return what the validation of a checkpoint was asked for with, or ``None``."""
+    stored = manifest.extra.get(VALIDATION)
+    return None if stored is None else dict(tree.decode(stored))
 
 
 def nested_metrics(manifest: Manifest) -> dict[str, Any]:

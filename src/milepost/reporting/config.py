@@ -72,6 +72,8 @@ class CheckpointConfig:
         max_failed_saves: With ``warn``: how many reports in a row may fail.
         report_timeout_s: How long ranks wait for the others to come to the same report, in seconds.
         upload_timeout_s: How long the upload of one checkpoint may take, in seconds.
+        validation_timeout_s: How long the end of the run waits for verdicts, in seconds. What has
+            none then is taken up at the next start.
     """
 
     num_to_keep: int | None = None
@@ -81,6 +83,7 @@ class CheckpointConfig:
     max_failed_saves: int = 3
     report_timeout_s: float = 600.0
     upload_timeout_s: float = 3600.0
+    validation_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
         if self.num_to_keep is not None and (
@@ -103,8 +106,9 @@ class CheckpointConfig:
                 raise UsageError(f"{name}={value!r} is not known.", hint=f"Use {listed}.")
         if self.max_failed_saves < 1:
             raise UsageError("max_failed_saves must be at least 1.")
-        if not (self.report_timeout_s > 0 and self.upload_timeout_s > 0):
-            raise UsageError("report_timeout_s and upload_timeout_s must be above 0.")
+        for name in ("report_timeout_s", "upload_timeout_s", "validation_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} must be above 0.")
 
     def policies(self) -> tuple[KeepPolicy, ...]:
         """Return the policies of retention that it means."""

@@ -44,6 +44,7 @@ from .commit import Committer
 from .config import CheckpointConfig
 from .history import History
 from .sharing import merged, share_out
+from .validating import Validator
 
 __all__ = ["Coordinator"]
 
@@ -91,6 +92,7 @@ class _Ask:
 
     key: str
     up_to: int
+    is_validated: bool
     deadline_s: float
     timeout_s: float
 
@@ -104,9 +106,11 @@ class Coordinator:
         history: Keeps the metrics.
         config: How long things may take.
         base_number: Number of the last report of the sessions before.
-        on_commit: Called after a checkpoint was committed, with its name, its write id and what
-            the report asked for as its validation, before any rank is told.
         clock: Returns seconds that never go back.
+
+    Attributes:
+        validator: Takes on validations, if any can be asked for.
+        error: What broke the coordinator itself, if anything did.
     """
 
     def __init__(
@@ -117,7 +121,6 @@ class Coordinator:
         *,
         config: CheckpointConfig,
         base_number: int,
-        on_commit: Callable[[str, str, Any], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._board = board
@@ -125,7 +128,6 @@ class Coordinator:
         self._history = history
         self._config = config
         self._base = base_number
-        self._on_commit = on_commit
         self._clock = clock
         self._counts = dict.fromkeys(range(board.world_size), 0)
         self._ended: dict[int, bool] = {}
@@ -136,6 +138,7 @@ class Coordinator:
         self._asks: list[_Ask] = []
         self._leave_by_s: float | None = None
         self._fenced: FencedError | None = None
+        self.validator: Validator | None = None
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="milepost-coordinator", daemon=True)
 
@@ -230,9 +233,18 @@ class Coordinator:
         elif kind == "wrote":
             self._take_work(rank, message)
         elif kind == "ask":
-            deadline_s = self._clock() + message["timeout_s"]
-            ask = _Ask(message["key"], message["up_to"], deadline_s, message["timeout_s"])
+            timeout_s = message["timeout_s"]
+            deadline_s = self._clock() + timeout_s
+            ask = _Ask(
+                message["key"], message["up_to"], message["is_validated"], deadline_s, timeout_s
+            )
             self._asks.append(ask)
+        elif kind == "verdict":
+            self._prune()
+        elif kind == "validated" and message["error"] is not None:
+            self._board.post(message["key"], error=Outcome.from_bytes(message["error"]).exception())
+        elif kind == "validated":
+            self._board.post(message["key"], {"name": self._committer.newest})
         elif kind == "end":
             self._ended[rank] = message["is_well"]
             if rank == 0:
@@ -371,24 +383,32 @@ class Coordinator:
                 hint="Every rank must report equally often.",
             )
         seconds = self._clock() - report.started_s
+        # The lowest rank with files says whether, as it does for the name.
+        validation = report.offers[min(report.offers)].get("validation")
         manifest = self._committer.publish(
             report.held,
             merged(report.files),
             number=number,
             metrics=self._metrics[number],
             stats={"write_s": seconds},
+            validation=validation,
         )
         report.held = None  # whatever comes now, there is nothing to abandon
-        tasks = [offer.get("validation") for _, offer in sorted(report.offers.items())]
-        task = next((one for one in tasks if one is not None), None)
-        if self._on_commit is not None:
-            self._on_commit(manifest.name, manifest.write_id, task)
+        if validation is not None and self.validator is not None:
+            self.validator.submit(manifest.name, manifest.write_id, validation)
         try:
             self._committer.after_commit(manifest)
         except FencedError as error:
             self._fenced = error  # the commit itself was acknowledged before
         self._settle(report)
         self._board.post(f"settled/{number}", {"name": manifest.name})
+
+    def _prune(self) -> None:
+        """Let retention act on a verdict."""
+        try:
+            self._committer.prune()
+        except FencedError as error:
+            self._fenced = error
 
     def _settle(self, report: _Report) -> None:
         del self._open[report.number]
@@ -414,13 +434,27 @@ class Coordinator:
         for ask in self._asks:
             unsettled = [number for number in self._open if number <= ask.up_to]
             if ask.up_to <= known and not unsettled:
-                self._board.post(ask.key, {"name": self._committer.newest})
+                self._tell_newest(ask)
             elif self._clock() >= ask.deadline_s:
                 late = [rank for rank, count in self._counts.items() if count < ask.up_to]
                 self._board.post(ask.key, error=self._not_known(ask, late))
             else:
                 waiting.append(ask)
         self._asks = waiting
+
+    def _tell_newest(self, ask: _Ask) -> None:
+        answer = {"name": self._committer.newest}
+        if not ask.is_validated or self.validator is None or self.validator.is_idle:
+            self._board.post(ask.key, answer)
+            return
+
+        def then(error: CheckpointError | None) -> None:
+            # Back through this thread, which first acts on the verdicts that came before.
+            told = None if error is None else Outcome.of_error(0, "validate", error).to_bytes()
+            self._board.send({"kind": "validated", "rank": 0, "key": ask.key, "error": told})
+
+        left_s = max(0.001, ask.deadline_s - self._clock())
+        self.validator.call_when_idle(then, timeout_s=left_s)
 
     def _name(self, report: _Report) -> str:
         names = [offer.get("name") for _, offer in sorted(report.offers.items())]

@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint import Checkpoint
 from ..engine.pending import PendingSave
 from ..errors import UsageError
+from ..validation.config import ValidationConfig, ValidationTaskConfig
 from .config import CheckpointConfig, CheckpointConsistencyMode, CheckpointUploadMode
 from .context import TrainContext, ranks_here
 from .result import ReportedCheckpoint
@@ -46,7 +47,7 @@ def report(
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     delete_local_checkpoint_after_upload: bool | None = None,
     checkpoint_upload_fn: UploadFn | None = None,
-    validation: Any = False,
+    validation: bool | ValidationTaskConfig = False,
 ) -> PendingSave[Checkpoint] | None:
     """Report metrics, and perhaps a checkpoint, to the run.
 
@@ -67,7 +68,8 @@ def report(
             checkpoint is committed. Default: only with ``ASYNC``.
         checkpoint_upload_fn: Called with the checkpoint and its name in the run, in place of the
             upload: writes it there, and returns it as a :class:`Checkpoint`. The same on all ranks.
-        validation: Whether to validate it.
+        validation: Whether to validate it, in a process of its own, once it is committed: ``True``,
+            or with arguments and a timeout of its own. The lowest rank with files says so.
 
     Returns:
         The handle of a checkpoint on its way, done already but with ``ASYNC``; ``None`` without a
@@ -135,9 +137,12 @@ def get_context() -> TrainContext:
     return ranks_here("" if settings is None else str(settings["place"]))
 
 
-def environment_of_reports(place: str, config: CheckpointConfig) -> str:
+def environment_of_reports(
+    place: str, config: CheckpointConfig, validation: ValidationConfig | None
+) -> str:
     """Return what a launcher sets for its workers, so that they can report."""
-    return json.dumps({"place": place, "config": config.to_json()})
+    asked = None if validation is None else validation.to_json()
+    return json.dumps({"place": place, "config": config.to_json(), "validation": asked})
 
 
 def close_current(*, is_well: bool, value: Any = None) -> None:
@@ -159,11 +164,13 @@ def _current(asked: str) -> Reports:
                 hint='Call it in a function that milepost.launch runs, or in a "with '
                 'milepost.Reports(folder):" block.',
             )
+        validation = settings["validation"]
         host, _, port = os.environ.get(MEET, "").rpartition(":")
         in_use.push(
             Reports(
                 settings["place"],
                 checkpoint_config=CheckpointConfig(**settings["config"]),
+                validation=(None if validation is None else ValidationConfig.from_json(validation)),
                 if_finished="continue",  # the launcher has looked
                 meet=(host, int(port)) if host else None,
             )

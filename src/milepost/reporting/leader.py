@@ -14,11 +14,13 @@ from ..ranks.solo import Solo
 from ..runs.manifests import ManifestCache, read_manifest
 from ..runs.sessions import Origin, Session
 from ..stores.base import Store
+from ..validation.config import ValidationConfig
 from .commit import Committer, RunFacts
 from .config import CheckpointConfig
 from .coordinator import Coordinator
 from .finished import is_finished, mark_finished
 from .history import History
+from .validating import Validator
 
 __all__ = ["Leader", "leave", "leave_unopened", "refuse_finished", "see_opened"]
 
@@ -34,13 +36,23 @@ class Leader:
         store: The run's store.
         board: Where ranks are heard and answered.
         config: What is kept, and how long things may take.
+        validation: How checkpoints are validated, if that may be asked for.
     """
 
-    def __init__(self, store: Store, board: Board, config: CheckpointConfig) -> None:
+    def __init__(
+        self,
+        store: Store,
+        board: Board,
+        config: CheckpointConfig,
+        *,
+        validation: ValidationConfig | None,
+    ) -> None:
         self._store = store
         self._board = board
         self._config = config
+        self._validation = validation
         self._facts: RunFacts | None = None
+        self._committer: Committer | None = None
         self._history: History | None = None
         self._coordinator: Coordinator | None = None
 
@@ -61,7 +73,7 @@ class Leader:
             base_number=base_number,
             notes=opened.notes,
         )
-        committer = Committer(
+        committer = self._committer = Committer(
             store,
             facts,
             policies=config.policies(),
@@ -73,15 +85,24 @@ class Leader:
         self._coordinator = Coordinator(
             board, committer, self._history, config=config, base_number=base_number
         )
+        if self._validation is not None:
+            self._coordinator.validator = Validator(
+                store,
+                run_id=facts.session.run_id,
+                config=self._validation,
+                on_verdict=lambda: board.send({"kind": "verdict", "rank": 0}),
+            )
+            self._coordinator.validator.resume()
         self._coordinator.start()
         board.post("opened", asdict(facts))
         return facts
 
-    def close(self, value: Any) -> None:
-        """Wait for the other ranks to leave, and close the run.
+    def close(self, value: Any, *, is_well: bool) -> None:
+        """Wait for the other ranks to leave, and for validations, and close the run.
 
         Args:
             value: What the training returned.
+            is_well: Whether it ended well here; validations are not waited for otherwise.
 
         Raises:
             CheckpointError: Something went wrong that no rank was told of.
@@ -92,6 +113,11 @@ class Leader:
         wait_s = self._config.report_timeout_s + self._config.upload_timeout_s
         self._coordinator.join(2 * wait_s)
         self._history.close(self._config.report_timeout_s)
+        validator = self._coordinator.validator
+        if validator is not None:
+            assert self._committer is not None
+            validator.close(timeout_s=self._config.validation_timeout_s if is_well else 0.0)
+            self._committer.prune()
         if self._coordinator.error is not None:
             raise self._coordinator.error
         if self._coordinator.are_all_well:

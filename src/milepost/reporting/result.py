@@ -45,7 +45,8 @@ class Result:
     Attributes:
         checkpoint: The newest checkpoint, or ``None``.
         best_checkpoints: Those that are kept, each with its metrics, from the worst to the best by
-            the metric of ``CheckpointConfig``, or from the oldest to the newest.
+            the metric of ``CheckpointConfig``, or from the oldest to the newest. Those whose
+            validation is pending come first.
         metrics: What was reported last, with a checkpoint or without; ``None`` if nothing was.
         error: What ended the training, or ``None``.
         path: Where the run is.
@@ -147,16 +148,19 @@ def reported_checkpoints(store: Store, view: RunView) -> list[ReportedCheckpoint
     found = []
     for one in view.lineage():
         if one.manifest is not None and one.manifest.reason == "report":
-            handle, metrics = _handle(store, one), nested_metrics(one.manifest)
-            found.append(ReportedCheckpoint(handle, metrics, ReportedCheckpointStatus.COMMITTED))
+            metrics, status = nested_metrics(one.manifest), ReportedCheckpointStatus.COMMITTED
+            if one.validation is not None:
+                metrics.update(one.validation.metrics)
+                status = ReportedCheckpointStatus(one.validation.status.value)
+            found.append(ReportedCheckpoint(_handle(store, one), metrics, status))
     return found
 
 
 def _records(view: RunView, names: Mapping[str, Any]) -> list[Record]:
     return [
-        Record(one.name, order, metrics=one.manifest.metrics)
+        Record(one.name, order, metrics={} if one.is_pending_validation else one.metrics)
         for order, one in enumerate(view.lineage())
-        if one.manifest is not None and one.name in names
+        if one.name in names
     ]
 
 

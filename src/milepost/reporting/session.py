@@ -35,6 +35,7 @@ from ..ranks.outcome import Outcome
 from ..runs.scan import State, scan
 from ..stores.base import Store
 from ..stores.url import open_store
+from ..validation.config import ValidationConfig, ValidationTaskConfig
 from .commit import RunFacts
 from .config import CheckpointConfig, CheckpointConsistencyMode, CheckpointUploadMode
 from .context import TrainContext, ranks_here
@@ -43,6 +44,7 @@ from .metrics import flatten, plain_metrics
 from .result import ReportedCheckpoint, Result, reported_checkpoints
 from .stack import Stack
 from .upload import Upload, Uploader, UploadFn
+from .validating import asked_with
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,6 +63,7 @@ class Reports:
     Args:
         folder: Folder of the run, or a store.
         checkpoint_config: What is kept, and how long things may take.
+        validation: How checkpoints are validated that are reported with ``validation=True``.
         resume: ``"auto"`` goes on from the newest whole checkpoint or starts afresh; ``"must"``
             refuses to start afresh; ``"never"`` refuses a run that holds checkpoints.
         if_finished: What is done about a run that has come to its end: ``"error"``, or
@@ -75,6 +78,7 @@ class Reports:
         folder: Place | Store,
         *,
         checkpoint_config: CheckpointConfig | None = None,
+        validation: ValidationConfig | None = None,
         resume: Resume = "auto",
         if_finished: str = "error",
         meet: tuple[str, int] | None = None,
@@ -86,6 +90,7 @@ class Reports:
         self.config = checkpoint_config or CheckpointConfig()
         self.store = open_store(_absolute(folder))
         self._options = WriterOptions(resume=resume)
+        self._validation = validation
         self._if_finished = if_finished
         self._meet = meet
         self._pid = os.getpid()
@@ -205,12 +210,15 @@ class Reports:
         checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
         delete_local_checkpoint_after_upload: bool | None = None,
         checkpoint_upload_fn: UploadFn | None = None,
-        validation: Any = False,
+        validation: bool | ValidationTaskConfig = False,
     ) -> PendingSave[Checkpoint] | None:
         """Report metrics, and perhaps a checkpoint; see :func:`milepost.report`."""
         self._require_open()
         mode = CheckpointUploadMode(checkpoint_upload_mode)
-        _check_options(checkpoint, mode, checkpoint_upload_fn, validation)
+        _check_options(checkpoint, mode, checkpoint_upload_fn)
+        asked = asked_with(validation)
+        if asked is not None:
+            self._check_validation(checkpoint)
         with self._lock:
             self._settle_ended(wait=checkpoint is not None)
             self._count += 1
@@ -234,7 +242,7 @@ class Reports:
                 raise
             offer = None
             if work is not None:
-                offer = {**work.offer, "name": checkpoint_dir_name, "validation": None}
+                offer = {**work.offer, "name": checkpoint_dir_name, "validation": asked}
             self._tell(number, metrics=plain, offer=offer)
         beat()
         if work is None:
@@ -256,8 +264,8 @@ class Reports:
     ) -> list[ReportedCheckpoint]:
         """Return what was reported; see :func:`milepost.get_all_reported_checkpoints`."""
         self._require_open()
-        CheckpointConsistencyMode(consistency_mode)
-        self._ask(timeout_s)
+        mode = CheckpointConsistencyMode(consistency_mode)
+        self._ask(timeout_s, is_validated=mode is CheckpointConsistencyMode.VALIDATED)
         return reported_checkpoints(self.store, scan(self.store))
 
     def result(self) -> Result:
@@ -289,7 +297,7 @@ class Reports:
             return see_opened(self.store, board, timeout_s=self.config.report_timeout_s)
         if self._if_finished == "error":
             refuse_finished(self.store)
-        self._leader = Leader(self.store, board, self.config)
+        self._leader = Leader(self.store, board, self.config, validation=self._validation)
         return self._leader.open(self._options)
 
     def _leave(self, value: Any, *, is_well: bool) -> None:
@@ -300,7 +308,7 @@ class Reports:
                 pending.check_done(2 * self.config.upload_timeout_s)
             leave(board, is_well=is_well)
             if self._leader is not None:
-                self._leader.close(value)
+                self._leader.close(value, is_well=is_well)
         finally:
             board.close()
 
@@ -379,19 +387,20 @@ class Reports:
                     hint=f"The place is {self.store.url}.",
                 ) from error
 
-    def _ask(self, timeout_s: float | None) -> str | None:
+    def _ask(self, timeout_s: float | None, *, is_validated: bool = False) -> str | None:
         """Return the newest checkpoint once it is known what came of this rank's reports."""
         assert self._facts is not None
-        if self._count == 0:
+        if self._count == 0 and not is_validated:
             return self._facts.resumed_from
         board = self._board
         assert board is not None
         if timeout_s is None:
             timeout_s = self.config.report_timeout_s + self.config.upload_timeout_s
+            timeout_s += self.config.validation_timeout_s if is_validated else 0.0
         self._num_asked += 1
         key = f"answer/{board.rank}/{self._num_asked}"
         message = {"kind": "ask", "rank": board.rank, "key": key, "up_to": self._count}
-        board.send({**message, "timeout_s": timeout_s})
+        board.send({**message, "timeout_s": timeout_s, "is_validated": is_validated})
         try:
             answer = board.read(
                 key, task="What came of the reports so far", timeout_s=timeout_s + _MARGIN_S
@@ -400,6 +409,15 @@ class Reports:
             board.forget(key)
         name: str | None = answer["name"]
         return name
+
+    def _check_validation(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is None:
+            raise UsageError("There is no checkpoint to validate.", hint="Report it with one.")
+        if self._validation is None:
+            raise UsageError(
+                "There is nothing to validate with.",
+                hint="Pass a ValidationConfig to Reports or launch, as validation=.",
+            )
 
     def _require_open(self) -> None:
         self._require_same_process()
@@ -428,7 +446,6 @@ def _check_options(
     checkpoint: Checkpoint | None,
     mode: CheckpointUploadMode,
     function: UploadFn | None,
-    validation: Any,
 ) -> None:
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise UsageError(
@@ -439,12 +456,6 @@ def _check_options(
         raise UsageError(
             "With NO_UPLOAD nothing is uploaded, and checkpoint_upload_fn would not be called.",
             hint="Leave out one of the two.",
-        )
-    if validation and checkpoint is None:
-        raise UsageError("There is no checkpoint to validate.", hint="Report it with one.")
-    if validation:
-        raise UsageError(
-            "There is nothing to validate with.", hint="Pass a ValidationConfig where the run is."
         )
 
 

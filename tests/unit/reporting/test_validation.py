@@ -1,0 +1,178 @@
+"""Reports with a validation: verdicts become metrics, change what is kept, and outlive a stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import milepost as mp
+
+from .conftest import report_on_ranks
+
+VALIDATORS = """
+import os, pathlib, time
+
+def read(checkpoint, add=0.0, gate=None, fail=None):
+    if gate is not None:
+        while not pathlib.Path(gate).exists():
+            time.sleep(0.01)
+    if fail == "raise":
+        raise ValueError("by hand")
+    if fail == "die":
+        os._exit(9)
+    with checkpoint.as_directory() as folder:
+        score = float(pathlib.Path(folder, "score").read_text())
+    return {"val": {"score": score + add}}
+"""
+
+
+@pytest.fixture
+def validation(tmp_path):
+    """Return a maker of configurations for a function that reads the score in the files."""
+    (tmp_path / "validators_of_test.py").write_text(VALIDATORS)
+
+    def make(**options) -> mp.ValidationConfig:
+        kwargs = {name: options.pop(name) for name in ("gate", "fail") if name in options}
+        task = mp.ValidationTaskConfig(fn_kwargs={k: str(v) for k, v in kwargs.items()})
+        return mp.ValidationConfig(
+            "validators_of_test:read",
+            task,
+            sys_path=(str(tmp_path), *sys.path),
+            max_retries=0,
+            grace_s=0.5,
+            **options,
+        )
+
+    return make
+
+
+def names(run: Path) -> list[str]:
+    return [one.name for one in mp.open_run(run).checkpoints()]
+
+
+def test_verdicts_are_metrics_and_say_what_is_kept(tmp_path, folder, validation):
+    """Nothing that waits is ranked or deleted; with its verdict it is, and the best stays."""
+    gate, run = tmp_path / "gate", tmp_path / "run"
+    config = mp.CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="val/score")
+    with mp.Reports(
+        run, checkpoint_config=config, validation=validation(gate=gate, max_concurrent=2)
+    ):
+        for score in (0.9, 0.2, 0.1):
+            mp.report({"score": score}, folder(score=str(score)), validation=True)
+        reported = mp.get_all_reported_checkpoints(mp.CheckpointConsistencyMode.COMMITTED)
+        assert {one.status.value for one in reported} == {"pending_validation"}
+        assert len(reported) == 3
+        with pytest.raises(mp.DeadlineError, match="report-1"):
+            mp.get_all_reported_checkpoints(timeout_s=0.1)
+        gate.write_text("")
+        reported = mp.get_all_reported_checkpoints(timeout_s=60)
+        assert [one.checkpoint.name for one in reported] == ["report-1", "report-3"]
+        assert {one.status.value for one in reported} == {"validated"}
+        assert reported[0].metrics == {"score": 0.9, "val/score": 0.9}
+        mp.report(
+            {},
+            folder(score="0.5"),
+            validation=mp.ValidationTaskConfig(fn_kwargs={"add": 7.0}),
+        )
+    result = mp.Result.from_path(run)
+    assert [one.name for one, _ in result.best_checkpoints] == ["report-4"]
+    assert result.best_checkpoints[0][1]["val/score"] == 7.5
+
+
+@pytest.mark.parametrize("fail", ["raise", "die"])
+def test_a_validation_that_fails_ends_no_training(tmp_path, folder, validation, fail):
+    """Its checkpoint is whole, has a status that says so, and does not come out as the best."""
+    run = tmp_path / "run"
+    with mp.Reports(run, validation=validation(fail=fail)) as reports:
+        mp.report({}, folder(score="1"), validation=True)
+        (one,) = mp.get_all_reported_checkpoints(timeout_s=60)
+        assert one.status is mp.ReportedCheckpointStatus.VALIDATION_FAILED
+        mp.report({}, folder(score="1"))
+        assert reports.result().get_best_checkpoint("val/score", "max") is None
+    assert names(run) == ["report-1", "report-2"]
+
+
+def test_a_stop_leaves_no_validation_unasked(tmp_path, folder, validation):
+    """Killed right after the commit, before the request is on record: the next start asks."""
+    run = tmp_path / "run"
+    script = f"""
+import os, signal, sys
+import milepost as mp
+from milepost.reporting import validating
+validating.Validations.submit = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+config = mp.ValidationConfig("validators_of_test:read", sys_path=({str(tmp_path)!r}, *sys.path))
+with mp.Reports({str(run)!r}, validation=config):
+    mp.report({{}}, mp.Checkpoint.from_directory({str(tmp_path / "local")!r}), validation=True)
+"""
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/score").write_text("3")
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    (one,) = mp.open_run(run).view.lineage()
+    assert one.validation is None
+    with mp.Reports(run, validation=validation()):
+        (reported,) = mp.get_all_reported_checkpoints(timeout_s=60)
+    assert reported.metrics == {"val/score": 3.0}
+
+
+def test_what_has_no_verdict_at_the_end_gets_it_at_the_next_start(tmp_path, folder, validation):
+    """A training that failed waits for no validation, and none is lost by that."""
+    run, gate = tmp_path / "run", tmp_path / "gate"
+    with pytest.raises(ZeroDivisionError):
+        with mp.Reports(run, validation=validation(gate=gate)):
+            mp.report({}, folder(score="3"), validation=True)
+            raise ZeroDivisionError
+    assert mp.open_run(run).view.latest().is_pending_validation
+    gate.write_text("")
+    with mp.Reports(run, validation=validation(gate=gate)):
+        pass
+    assert mp.open_run(run).latest().name == "report-1"
+    assert mp.open_run(run).view.latest().metrics == {"val/score": 3.0}
+
+
+def test_every_rank_can_wait_for_verdicts(tmp_path, folder, validation):
+    """The processes are rank 0's; the others hear of them. The lowest rank with files decides."""
+
+    def body(reports):
+        rank = reports.test_board.rank
+        checkpoint = folder(score="2") if rank == 1 else None
+        reports.report({}, checkpoint, validation=rank == 1)
+        reports.report({}, folder(score="2"), validation=rank == 1)
+        found = reports.get_all_reported_checkpoints(timeout_s=60)
+        return [(one.checkpoint.name, one.status.value) for one in found]
+
+    expected = [("report-1", "validated"), ("report-2", "committed")]
+    ended = report_on_ranks(tmp_path / "run", body, body, validation=validation())
+    assert ended == [expected, expected]
+
+
+def test_a_launched_function_validates_its_checkpoints(tmp_path, monkeypatch, validation):
+    """Through launch, with a worker that ends before its last verdict has come."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("reporter_of_test.py").write_text("""
+import pathlib, tempfile
+import milepost as mp
+
+def train(config):
+    for score in (1, 3, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            pathlib.Path(folder, "score").write_text(str(score))
+            mp.report({}, mp.Checkpoint.from_directory(folder), validation=True)
+""")
+    import reporter_of_test
+
+    keep = mp.CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="val/score")
+    result = mp.launch(
+        reporter_of_test.train,
+        run=mp.RunConfig(name="a", checkpoint_config=keep),
+        validation=validation(),
+    )
+    assert result.get_best_checkpoint("val/score", "max").name == "report-2"
+    assert names(Path("runs/a")) == ["report-2", "report-3"]
+    assert os.environ.get("MILEPOST_REPORTS") is None
