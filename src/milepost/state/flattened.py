@@ -1,9 +1,11 @@
-"""Modules whose parameters were flattened, joined and cut: ``FullyShardedDataParallel``.
+"""Modules whose parameters were flattened, joined and cut.
 
 Each rank holds a run of the elements of all parameters of a unit, in one flat tensor. What it holds
-of each parameter follows from tables that the wrapper keeps, so nothing has to be gathered: neither
-the weights, as its own ``state_dict`` does, nor the state of an optimizer, which lies in the same
-order. The tables are those of torch 2.4 to 2.13, where this wrapper is not developed any more.
+of each parameter follows from tables, so nothing has to be gathered: neither the weights nor the
+state of an optimizer, which lies in the same order.
+
+``FullyShardedDataParallel`` is known here, by the tables that it keeps since torch 2.4. Of others
+somebody else knows: see :func:`register`.
 """
 
 from __future__ import annotations
@@ -11,16 +13,28 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..errors import UnsupportedStateError
 from ..tensors.flat import Run
 
-__all__ = ["FlatShare", "flat_shares", "flat_state", "is_flattened", "reshard"]
+__all__ = [
+    "FlatShare",
+    "Flattening",
+    "flat_shares",
+    "flat_state",
+    "is_flattened",
+    "owners_in_groups",
+    "register",
+    "reshard",
+]
 
 Clean = Callable[[str], str]
 
@@ -36,21 +50,69 @@ class FlatShare:
     Attributes:
         names: Its names in the module, free of wrappers; tied weights have several.
         run: Its elements, in the live memory.
-        owner: What an optimizer has for it: the parameter, or the flat one of its whole unit.
+        parameter: The parameter in the module; of several that are one it is that one.
+        owner: What an optimizer has for it: the parameter, or the flat one of its whole unit;
+            ``None`` if no optimizer has it.
         offset: Where its elements begin in the owner.
         owner_size: Elements of the owner on this rank, padding among them.
     """
 
     names: tuple[str, ...]
     run: Run
-    owner: nn.Parameter
+    parameter: nn.Parameter
+    owner: Tensor | None
     offset: int
     owner_size: int
 
 
+class Flattening(Protocol):
+    """What is known of a module whose parameters were flattened by others than torch."""
+
+    def shares(self, clean: Clean) -> list[FlatShare]:
+        """Return what this rank has of every parameter."""
+
+    def owners(self) -> list[list[Tensor]]:
+        """Return the flat tensors of each group of the optimizer."""
+
+    def refresh(self) -> None:
+        """Throw away what was made of values that were just restored over."""
+
+
+_registered: WeakKeyDictionary[nn.Module, Flattening] = WeakKeyDictionary()
+_owned: WeakKeyDictionary[Optimizer, Flattening] = WeakKeyDictionary()
+
+
+def register(module: nn.Module, optimizer: Optimizer, flattening: Flattening) -> None:
+    """Say how the parameters of a module were flattened.
+
+    Args:
+        module: The module.
+        optimizer: The optimizer that has the flat ones.
+        flattening: What is known of it.
+    """
+    _registered[module], _owned[optimizer] = flattening, flattening
+
+
+@contextmanager
+def owners_in_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Put the flat parameters into the groups of an optimizer that has them only while it steps."""
+    flattening = _owned.get(optimizer)
+    if flattening is None:
+        yield
+        return
+    before = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, owners in zip(optimizer.param_groups, flattening.owners(), strict=True):
+            group["params"] = owners
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = parameters
+
+
 def is_flattened(module: nn.Module) -> bool:
     """Return whether some of a module's parameters were flattened."""
-    return next(_units(module), None) is not None
+    return module in _registered or next(_units(module), None) is not None
 
 
 def flat_shares(module: nn.Module, clean: Clean) -> list[FlatShare]:
@@ -61,6 +123,8 @@ def flat_shares(module: nn.Module, clean: Clean) -> list[FlatShare]:
         clean: Frees names from wrappers.
     """
     found: list[FlatShare] = []
+    if module in _registered:
+        return _registered[module].shares(clean)
     for path, unit in _units(module):
         handle = unit._handle
         flat = handle.flat_param
@@ -80,9 +144,10 @@ def flat_shares(module: nn.Module, clean: Clean) -> list[FlatShare]:
             run = Run(local[offset : offset + count], start, tuple(shape), replicas)
             names = tuple(clean(prefix + one) for one in (name, *tied[name]))
             if handle._use_orig_params:
-                found.append(FlatShare(names, run, flat._params[index], 0, count))
+                own = flat._params[index]
+                found.append(FlatShare(names, run, own, own, 0, count))
             else:
-                found.append(FlatShare(names, run, flat, offset, local.numel()))
+                found.append(FlatShare(names, run, flat, flat, offset, local.numel()))
     return found
 
 
@@ -93,6 +158,9 @@ def flat_state(module: nn.Module, clean: Clean) -> dict[str, Any]:
         UnsupportedStateError: A module inside changes its state dict in a way of its own.
     """
     runs = {name: share.run for share in flat_shares(module, clean) for name in share.names}
+    if module in _registered:
+        plain = {clean(name): value for name, value in module.state_dict().items()}
+        return {name: runs.get(name, value) for name, value in plain.items()}
     members: dict[str, list[str]] = defaultdict(list)
     for name in runs:
         members[name.rpartition(".")[0]].append(name)
@@ -109,7 +177,7 @@ def flat_state(module: nn.Module, clean: Clean) -> dict[str, Any]:
         if own and type(child).__name__ == "FullyShardedDataParallel":
             continue
         state.update((name, runs[name]) for name in members.pop(clean(f"{path}.")[:-1], ()))
-        plain: dict[str, Any] = {}
+        plain = {}
         child._save_to_state_dict(plain, f"{path}." if path else "", keep_vars=False)
         for key, value in plain.items():
             name = clean(key)
@@ -120,6 +188,8 @@ def flat_state(module: nn.Module, clean: Clean) -> dict[str, Any]:
 
 def reshard(module: nn.Module) -> None:
     """Throw away gathered weights, which are older than what was just restored."""
+    if module in _registered:
+        _registered[module].refresh()
     for _, unit in _units(module):
         handle = unit._handle
         is_begun = hasattr(handle.flat_param, "_local_shard")

@@ -17,11 +17,14 @@ from .flattened import flat_state, is_flattened, reshard
 from .names import name_cleaner, named_parameters, unwrap
 from .parts import Alike
 from .report import LoadReport, restoring
-from .source import StateSource, load_item, new_like
+from .source import StateSource, load_item, new_like, new_tensor
 
 __all__ = ["ModelPart", "load_weights"]
 
 Rename = Callable[[str], str]
+
+_BATCH_BYTES = 256 * 1024 * 1024
+"""Bytes of whole tensors that are read at a time for working copies."""
 
 
 class ModelPart(Alike):
@@ -79,6 +82,7 @@ class ModelPart(Alike):
             )
         if self._takes_tensors_in_place(source.trees[item], matches):
             self._read_in_place(source, item, matches)
+            self._read_copies(source, item, matches)
             reshard(self.module)
         else:
             self._load_through_hooks(source, item, matches)
@@ -195,6 +199,30 @@ class ModelPart(Alike):
                     value.data.copy_(found.data)
                 else:
                     value.copy_(found)
+
+    def _read_copies(
+        self, source: StateSource, item: str, matches: Mapping[str, tuple[str, Any]]
+    ) -> None:
+        """Write what is computed with in place of runs, some of it at a time."""
+        tree, infos = source.trees[item], source.tensors(item)
+        batch: list[tuple[Tensor, Any, dict[str, Tensor]]] = []
+        num_bytes = 0
+        runs = {stored: v for stored, v in matches.values() if isinstance(v, Run) and v.copies}
+        for last, (stored, run) in enumerate(runs.items(), start=1 - len(runs)):
+            for copy in run.copies:
+                if isinstance(copy, Run):
+                    copy.data.copy_(run.data)
+                    continue
+                key = leaf_tag(tree[stored])
+                whole = new_tensor(infos[key])
+                batch.append((copy, tree[stored], {key: whole}))
+                num_bytes += whole.nbytes
+            if batch and (num_bytes >= _BATCH_BYTES or last == 0):
+                source.read([(item, key, one) for _, _, made in batch for key, one in made.items()])
+                with torch.no_grad():
+                    for copy, tag, made in batch:
+                        copy.copy_(unpack_item(tag, made.__getitem__))
+                batch, num_bytes = [], 0
 
     def _load_through_hooks(
         self, source: StateSource, item: str, matches: Mapping[str, tuple[str, Any]]

@@ -66,9 +66,9 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     clean = name_cleaner(module)
     owners: set[int] = set()
     for share in flat_shares(module, clean):
-        owners.add(id(share.owner))
+        owners.add(id(share.parameter))
         for name in share.names:
-            yield name, share.owner
+            yield name, share.parameter
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in owners:
             yield clean(name), parameter
@@ -106,9 +106,13 @@ class ParameterNames:
         )
 
     def _add_flat(self, item: str, shares: Iterable[FlatShare]) -> set[int]:
-        """Note the names of parameters that were flattened; return the ids of their owners."""
+        """Note the names of parameters that were flattened; return the ids of these."""
         added: set[int] = set()
+        known: set[int] = set()
         for share in shares:
+            known.add(id(share.parameter))
+            if share.owner is None:
+                continue
             owner = id(share.owner)
             if owner in self._names and owner not in added:
                 continue  # known from another model
@@ -116,7 +120,7 @@ class ParameterNames:
             names = [(plain, f"{item}/{plain}") for plain in share.names]
             self._names.setdefault(owner, []).append(names)
             self._shares.setdefault(owner, []).append(share)
-        return added
+        return known
 
     def of(self, parameter: torch.Tensor) -> str | None:
         """Return the name of a parameter, or ``None`` if no tracked model has it."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .flattened import owners_in_groups
 from .names import ParameterNames, tied_names
 from .parts import Alike, Place
 from .report import LoadReport
@@ -26,6 +28,20 @@ __all__ = ["OptimizerPart"]
 
 _OWN = ("params", "param_names")
 """What a group has of its own, and takes from no checkpoint."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _with_owners(method: F) -> F:
+    """Have a method see the flat parameters in the groups of an optimizer that hides them."""
+
+    @wraps(method)
+    def wrapped(self: OptimizerPart, *args: Any) -> Any:
+        with owners_in_groups(self.optimizer):
+            return method(self, *args)
+
+    return cast("F", wrapped)
 
 
 class OptimizerPart(Alike):
@@ -42,6 +58,7 @@ class OptimizerPart(Alike):
         self._known: set[str] = set()
         self._tied: Mapping[str, Sequence[str]] = {}
 
+    @_with_owners
     def capture(self) -> dict[str, Any]:
         """Return the state by parameter name.
 
@@ -72,6 +89,7 @@ class OptimizerPart(Alike):
         captured["other"] = {k: v for k, v in state["state"].items() if k not in known}
         return captured
 
+    @_with_owners
     def spread(self) -> Collection[Place] | None:
         """Return the parameters whose state this rank has, if other ranks have other state."""
         names = self._get_names()
@@ -85,6 +103,7 @@ class OptimizerPart(Alike):
         """Take note of the parameters of the optimizers of all ranks."""
         self._known = {place[1] for place in places}
 
+    @_with_owners
     def check(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Compare the groups and the parameters in them."""
         tree = source.trees[item]
@@ -109,6 +128,7 @@ class OptimizerPart(Alike):
         strange = {n for n in group_of if known.isdisjoint((n, *self._tied.get(n, ())))}
         report.unexpected.extend(f"{item}: {name}" for name in sorted(strange))
 
+    @_with_owners
     def apply(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Restore state and group options, each to the parameter of the same name."""
         self._tied = tied_names(source.trees)
@@ -131,6 +151,7 @@ class OptimizerPart(Alike):
             f"{item}: {name}" for names in self._names_by_group(_names(stored)) for name in names
         )
 
+    @_with_owners
     def reapply_options(self, source: StateSource, item: str) -> None:
         """Restore the options of the groups once more, after a scheduler was built upon them."""
         tree = source.trees[item]

@@ -28,12 +28,15 @@ class Run:
         start: The number of the first of them in the whole.
         shape: Shape of the whole.
         replicas: The ranks that hold this very run.
+        copies: What is computed with in place of it, in a dtype of its own: the same run, or the
+            whole tensor. A restore writes them too, and a save does without them.
     """
 
     data: Tensor
     start: int
     shape: tuple[int, ...]
     replicas: tuple[int, ...]
+    copies: tuple[Tensor | Run, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -121,7 +121,12 @@ class Ranks:
 
 
 def run_ranks(
-    body: str, num_ranks: int, *, timeout_s: float = 120.0, codes: Sequence[int] | None = None
+    body: str,
+    num_ranks: int,
+    *,
+    timeout_s: float = 120.0,
+    codes: Sequence[int] | None = None,
+    env: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run Python source on several ranks and return what each gave.
 
@@ -130,11 +135,12 @@ def run_ranks(
         num_ranks: How many.
         timeout_s: How long they may take, in seconds.
         codes: The exit codes that are right; zeros by default.
+        env: More environment variables.
 
     Raises:
         AssertionError: A rank ended in another way; it shows what the ranks printed.
     """
-    results = Ranks(body, num_ranks).wait(timeout_s)
+    results = Ranks(body, num_ranks, env=env).wait(timeout_s)
     found = [result.code for result in results]
     if found != list(codes or [0] * num_ranks):
         said = "\n".join(f"rank {n}:\n{result.output}" for n, result in enumerate(results))
