@@ -296,16 +296,18 @@ class Checkpointer:
                 error.add_note(f"milepost: {second}")
             self._saves.logged_error = second
 
-    def give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException, *, patience_s: float | None = None) -> None:
         """Tell the other ranks that this one saves no more; alone, do nothing.
 
         A save that they begin fails at once then, and does not wait for this rank. One that is in
-        flight is waited for first; if a rank is gone, no longer than ``rank_timeout_s``.
+        flight is waited for first.
 
         Args:
             error: Why.
+            patience_s: How long a rank that does not write its share is waited for, in seconds;
+                ``None``: ``rank_timeout_s``.
         """
-        self._writer.give_up(error)
+        self._writer.give_up(error, patience_s=patience_s)
 
     # -- state of the run ----------------------------------------------------------------------
 

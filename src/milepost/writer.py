@@ -151,10 +151,10 @@ class RunWriter:
         if self._saver is not None:
             self._saver.fail(name, error)
 
-    def give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException, *, patience_s: float | None = None) -> None:
         """Tell the other ranks that this one saves no more; see ``Saver.give_up``."""
         if self._saver is not None:
-            self._saver.give_up(error)
+            self._saver.give_up(error, patience_s=patience_s)
 
     def settle(self) -> None:
         """Act on saves that have ended since the last call, as ``on_save_error`` says.

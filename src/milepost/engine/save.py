@@ -245,21 +245,24 @@ class Saver(Generic[T]):
         request = SaveRequest(name=name, reason="manual")
         self._begin(_Work(request, self._attempt, (), {}, {}, pending, self._layout, share))
 
-    def give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException, *, patience_s: float | None = None) -> None:
         """Let the next save fail at once on the other ranks: this one takes part in no more.
 
-        A save in flight is waited for, so that it ends as it would have; a rank that does not
-        write its share, because it is gone, is waited for no longer than for one that does not come
-        to a save. Alone, do nothing.
+        A save in flight is waited for, so that it ends as it would have, but for a rank that does
+        not write its share, because it is gone. Alone, do nothing.
 
         Args:
             error: Why.
+            patience_s: How long such a rank is waited for; ``None``: as long as for one that does
+                not come to a save.
         """
         if self._team is None:
             return
         while self._current is not None and not self._current.done():
             try:
-                self._current.check_done(self._deadlines.meet_s)
+                self._current.check_done(
+                    self._deadlines.meet_s if patience_s is None else patience_s
+                )
             except DeadlineError:
                 self._team.stop_waiting(error)
         self._team.give_up(error)

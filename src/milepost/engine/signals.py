@@ -7,6 +7,7 @@ is over and nobody has acted, the next signal ends the process as if nobody watc
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -52,6 +53,16 @@ class StopSignals:
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()
 
+    def end_heeded(self) -> None:
+        """Let the process end as it was asked to: it is about to, and is not asked once more.
+
+        A launcher that sees one worker end asks the others again. Handlers stay until then, and the
+        interpreter takes them away a moment before the process is gone: a request in that moment is
+        ignored.
+        """
+        if self._previous:
+            atexit.register(_ignore, tuple(self._previous))
+
     @property
     def is_unheeded(self) -> bool:
         """Return whether a signal has come that nobody will act on."""
@@ -81,3 +92,8 @@ class StopSignals:
     def _pass_on(self, number: int) -> None:
         signal.signal(number, self._previous.get(number) or signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def _ignore(numbers: tuple[int, ...]) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)

@@ -66,8 +66,8 @@ class Timer:
         running = 0.0 if self._started_s is None else self._clock() - self._started_s
         return self._earlier_s + running
 
-    def hold(self, wall_s: float) -> None:
-        """Say that so many seconds were trained, until the next call.
+    def hold(self, wall_s: float | None) -> None:
+        """Say that so many seconds were trained, until the next call; ``None``: ask the clock.
 
         Of several ranks each has a clock of its own; what is due by the clock must be due on all
         ranks at once.

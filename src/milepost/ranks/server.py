@@ -46,6 +46,7 @@ class Server:
         self._server = server  # held: it ends with the last reference
         self._lock = threading.Lock()
         self._idle: list[TCPStore] = []
+        self._gone: RankFailedError | None = None
 
     @property
     def host(self) -> str:
@@ -119,21 +120,31 @@ class Server:
 
     @contextmanager
     def _connection(self) -> Iterator[TCPStore]:
-        """Lend a connection to the calling thread. One that has failed is not used again."""
+        """Lend a connection to the calling thread. One that has failed is not used again.
+
+        Nor is another one made then: a leader that is gone does not come back, and trying would
+        take as long as waiting for one that has yet to come.
+        """
         with self._lock:
+            if self._gone is not None:
+                raise self._gone
             found = self._idle.pop() if self._idle else None
         try:
             connection = found or self._connect()
         except RuntimeError as error:
-            raise _leader_gone(error) from error
+            raise self._has_gone(error) from error
         try:
             yield connection
         except dist.DistStoreError:  # it only waited in vain
             self._keep(connection)
             raise
         except RuntimeError as error:
-            raise _leader_gone(error) from error
+            raise self._has_gone(error) from error
         self._keep(connection)
+
+    def _has_gone(self, error: RuntimeError) -> RankFailedError:
+        self._gone = _leader_gone(error)
+        return self._gone
 
     def _keep(self, connection: TCPStore) -> None:
         with self._lock:

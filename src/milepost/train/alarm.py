@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 _LISTEN_S = 3600.0
 _JOIN_S = 5.0
+_ANSWER_S = 5.0
 
 
 class Alarm:
@@ -92,6 +94,32 @@ class Alarm:
         failed.__cause__ = error
         return failed
 
+    def is_rank_gone(self, error: BaseException) -> bool:
+        """Return whether some rank has died, once a failure was reported here.
+
+        A rank whose thread has heard of the failure says so, whatever else it is doing.
+
+        Args:
+            error: Gets a note of the ranks that do not answer.
+        """
+        if self._notes is None or self._first is None:
+            return False
+        deadline_s = time.monotonic() + _ANSWER_S
+        gone: list[int] = []
+        for rank in range(self._world_size):
+            try:
+                left_s = deadline_s - time.monotonic()
+                self._notes.wait_for_note(self._here(rank), timeout_s=left_s)
+            except DeadlineError:
+                gone.append(rank)
+            except RankFailedError:
+                gone = [0]
+                break
+        if gone:
+            named = ", ".join(map(str, gone))
+            attach_note(error, f"Rank {named} does not answer any more: did its process end?")
+        return bool(gone)
+
     def _find_first(self, error: BaseException) -> Outcome | None:
         """Return the first failure, which is written down now if there was none."""
         if self._first is not None:
@@ -121,7 +149,18 @@ class Alarm:
                 return
             if text != "-":
                 self._first = Outcome.from_bytes(text.encode("ascii"))
+                self._say_here()
             return
+
+    def _say_here(self) -> None:
+        assert self._notes is not None
+        try:
+            self._notes.note(self._here(self._rank), "-")
+        except RankFailedError as gone:
+            _log.info("The leader went before it could be answered: %s", gone)
+
+    def _here(self, rank: int) -> str:
+        return f"here/{self._count}/{rank}"
 
     def _bell(self, rank: int) -> str:
         return f"bell/{self._count}/{rank}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint import Checkpoint, Run, open_checkpoint, open_source, run_store
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["Session", "tracked_items"]
 
 _log = logging.getLogger(__name__)
+_NONE_S = 0.1
+_SHARE_S = 3600.0
+"""Longer than a share may take to be written."""
 RANK_CALLBACKS = "rank_callbacks"
 """The item of the callbacks whose state each rank saves for itself."""
 _OPTIONAL = frozenset({"loader", "trainer", "rank_zero_seed", "current_metrics"})
@@ -193,11 +196,14 @@ class Session:
             self.signals.received = None
             self.signals.install()
 
-    def end_fit(self, error: BaseException | None = None) -> None:
+    def end_fit(
+        self, error: BaseException | None, *, is_rank_gone: Callable[[BaseException], bool]
+    ) -> None:
         """Wait for saves on their way, and take the signal handlers back.
 
         Args:
             error: What ended the training before its time.
+            is_rank_gone: Returns whether a rank has died, which nobody must wait for.
 
         Raises:
             CheckpointError: A save failed that nobody was told about yet.
@@ -206,12 +212,13 @@ class Session:
         try:
             if self.checkpointer is not None:
                 if error is not None and not is_preempted:
-                    self.checkpointer.give_up(error)
+                    patience_s = _NONE_S if is_rank_gone(error) else _SHARE_S
+                    self.checkpointer.give_up(error, patience_s=patience_s)
                 self.checkpointer.wait()
         finally:
-            # A launcher that sees one of several ranks end asks the others once more to end, while
-            # they are about to. They shall end as they were asked first.
-            if self.signals is not None and not (is_preempted and not self._group.is_alone):
+            if self.signals is not None and is_preempted and not self._group.is_alone:
+                self.signals.end_heeded()
+            elif self.signals is not None:
                 self.signals.restore()
 
     def close(self) -> None:

@@ -361,6 +361,12 @@ class Trainer:
         """Return whether a checkpoint was restored in full."""
         return self._session.is_restored
 
+    def _end_fit(self, error: BaseException | None) -> None:
+        try:
+            self._session.end_fit(error, is_rank_gone=self._alarm.is_rank_gone)
+        finally:
+            self._alarm.stop()
+
     @contextmanager
     def _training(self) -> Iterator[None]:
         """Surround the loop: signals, errors, progress, and the end of everything."""
@@ -369,8 +375,7 @@ class Trainer:
         self._session.begin_fit()
         self._stopping.begin()
         self._alarm.listen()
-        if not self._group.is_alone:
-            timer.hold(timer.wall_s)
+        timer.hold(None if self._group.is_alone else timer.wall_s)
         timer.start()
         try:
             with training_bar(total=num_batches(self.state), is_shown=self._is_bar_shown) as bar:
@@ -385,14 +390,11 @@ class Trainer:
         except (Preempted, NonFiniteLossError, GeneratorExit) as raised:
             error = raised
             raise
-        except BaseException as raised:
+        except BaseException as raised:  # noqa: BLE001 - raised again, or what led to it
             error = self._alarm.report(raised)
             self._group.give_up(error)
             self._saving.rescue(raised)
-            if error is not raised:
-                raise error from raised
-            raise
+            raise error  # noqa: B904 - with its cause, or the very one that was raised
         finally:
             timer.stop()
-            ends = (self._dispatch.close, lambda: self._session.end_fit(error), self._alarm.stop)
-            close_all(ends, error)
+            close_all((self._dispatch.close, lambda: self._end_fit(error)), error)
