@@ -7,6 +7,9 @@ of an epoch is what was written down for batches that the next life does not rep
 from __future__ import annotations
 
 import json
+import os
+import random
+import textwrap
 from collections import defaultdict
 from itertools import chain
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 
 import milepost as mp
+from milepost.launch import FailureConfig, RunConfig, ScalingConfig, launch
 from milepost.testing.ranks import Ranks, run_ranks
 
 TRAIN = """
@@ -178,3 +182,97 @@ def test_ranks_whose_positions_differ_cannot_save(pair: tuple[Path, list[dict[st
         assert kind == "MismatchError"
         assert "loader" in said
     assert mp.open_run(place / "apart" / "run").checkpoints() == []
+
+
+FLEETING = """
+    import json, os, random, signal, sys, threading
+    from pathlib import Path
+    import milepost as mp
+    import torch
+    import torch.distributed as dist
+    from milepost.train import ResumableSampler
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    attempt = int(os.environ["MILEPOST_ATTEMPT"])
+    chance = random.Random(f"{seed} {attempt}")
+    batch_size, num_workers = chance.choice([2, 3]), chance.choice([0, 1])
+    victim, wait_s = chance.randrange(world_size), chance.uniform(0.0, 1.5)
+    sampler = ResumableSampler(203, batch_size=batch_size, seed=seed)
+    loader = DataLoader(range(203), batch_sampler=sampler, num_workers=num_workers)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    log = (folder / f"log-{attempt}-{rank}").open("w")
+    with mp.Checkpointer(
+        folder / "run", every=chance.choice(["1ba", "3ba"]), model=model, optimizer=optimizer,
+        loader=loader,
+    ) as run:
+        print(json.dumps([world_size, run.timer.batch]), file=log, flush=True)
+        if rank == victim:
+            timer = threading.Timer(wait_s, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+        for epoch in run.epochs(3):
+            for x in run.batches(loader):
+                row = [run.timer.epoch, run.timer.batch, x.tolist()]
+                print(json.dumps(row), file=log, flush=True)
+                optimizer.zero_grad()
+                model(x.float()[:, None] / 203).square().mean().backward()
+                optimizer.step()
+                threading.Event().wait(0.02)
+    dist.destroy_process_group()
+    os._exit(0)
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+def test_ranks_that_come_and_go_at_random_use_each_sample_once(tmp_path: Path) -> None:
+    """One rank is killed at any moment of each life, and the next life has another number.
+
+    Where fewer samples than ranks are left, the last step of the epoch may repeat some.
+    """
+    seed = int(os.environ.get("MILEPOST_SEED", "0")) or random.SystemRandom().randrange(1 << 32)
+    print(f"MILEPOST_SEED={seed}")
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(FLEETING))
+    chance = random.Random(seed)
+    result = launch(
+        str(script),
+        [str(tmp_path), str(seed)],
+        scaling=ScalingConfig(num_workers=(1, 4)),
+        run=RunConfig(
+            storage_path=tmp_path / "launched",
+            failure_config=FailureConfig(max_failures=60, backoff_s=0.01),
+        ),
+        available=lambda: chance.randint(1, 4),
+    )
+    lives: list[tuple[int, int, list[list[Any]]]] = []
+    for number in range(1, len(result.attempts) + 1):
+        logs = [
+            [json.loads(line) for line in path.read_text().splitlines()]
+            for path in sorted(tmp_path.glob(f"log-{number}-*"))
+        ]
+        begun = [log for log in logs if log]
+        if begun:
+            assert all(log[0] == begun[0][0] for log in begun)
+            num_ranks, batch = begun[0][0]
+            lives.append((num_ranks, batch, [row for log in begun for row in log[1:]]))
+    used: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for at, (num_ranks, _, found) in enumerate(lives):
+        end = lives[at + 1][1] if at + 1 < len(lives) else 1 << 30
+        for epoch, batch, samples in found:
+            if batch < end:
+                used[epoch] += [(batch, sample) for sample in samples]
+        print(f"{num_ranks} ranks, batches {lives[at][1]} to {min(end, 9999)}")
+    for epoch in range(3):
+        samples = [sample for _, sample in used[epoch]]
+        assert set(samples) == set(range(203))
+        last = max(batch for batch, _ in used[epoch])
+        before = [sample for batch, sample in used[epoch] if batch < last]
+        assert len(before) == len(set(before))
+        assert len(samples) - 203 < 4
