@@ -66,6 +66,11 @@ def misfit(loader: Any, kind: str, state: Mapping[str, Any]) -> str | None:
     if not position:
         return None
     length = num_batches(loader)
+    if kind_then == "dealt":
+        return (
+            f"The checkpoint is at sample {state.get('samples')} of an epoch that a "
+            "ResumableSampler dealt to the ranks; this loader has none, and cannot go on there."
+        )
     if kind_then != kind:
         return (
             f"The checkpoint is at batch {position} of an epoch of a loader of the kind "

@@ -285,7 +285,7 @@ def test_another_kind_of_loader_cannot_take_over_within_an_epoch():
     """Its order is another one."""
     _, state = take(ranks(20, 2), 2)
     loader = resumable(DataLoader(range(20), 2))
-    with pytest.raises(MismatchError, match="dealt"):
+    with pytest.raises(MismatchError, match="a ResumableSampler dealt"):
         loader.load_state_dict(state)
 
 
