@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ExistsError, LaunchFailedError, UsageError
+from ..errors import CheckpointError, ExistsError, LaunchFailedError, MissingError, UsageError
 from ..reporting.finished import is_finished, returned_by
 from ..reporting.session import Reports, in_use
+from ..reporting.validating import finish_validations
 from ..stores.url import open_store
 from ..validation.config import ValidationConfig
 from .config import RunConfig
@@ -18,8 +19,12 @@ from .summary import say
 __all__ = ["finished_result", "run_here"]
 
 
-def finished_result(run: RunConfig) -> LaunchResult | None:
+def finished_result(
+    run: RunConfig, validation: ValidationConfig | None = None
+) -> LaunchResult | None:
     """Return the result of a run that is finished, if that is what is wanted then.
+
+    Validations that it has left without a verdict are brought to an end.
 
     Raises:
         ExistsError: It is finished, and ``if_finished="error"``.
@@ -39,7 +44,24 @@ def finished_result(run: RunConfig) -> LaunchResult | None:
         f"milepost: the run at {run.place} is finished, so nothing was started. "
         'To go on from its newest checkpoint use if_finished="continue".'
     )
+    validate_left(run, validation)
     return launch_result(run, return_value=returned_by(store), folder=run.place)
+
+
+def validate_left(run: RunConfig, validation: ValidationConfig | None) -> None:
+    """Bring to an end the validations that a training has left without a verdict.
+
+    What cannot be is told, and hides nothing of what the training did.
+    """
+    if validation is None:
+        return
+    timeout_s = run.checkpoint_config.validation_timeout_s
+    try:
+        finish_validations(open_store(str(run.place)), validation, timeout_s=timeout_s)
+    except MissingError:
+        return  # nothing was reported
+    except CheckpointError as error:
+        say(f"milepost: a validation has no verdict. {error}")
 
 
 def run_here(

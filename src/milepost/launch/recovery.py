@@ -24,7 +24,7 @@ from .engine import Engine, Event, Group, Plan
 from .entry import Entry, function_entry, script_entry
 from .environment import check_outside
 from .failures import WorkerFailure, signature_of
-from .here import finished_result, run_here
+from .here import finished_result, run_here, validate_left
 from .machine import LocalEngine
 from .policy import AttemptEnd, Ending, FailurePolicy, Restart, Stop
 from .result import LaunchResult, launch_result
@@ -81,7 +81,7 @@ def launch(
     """
     check_outside()
     run, scaling = run or RunConfig(), scaling or ScalingConfig()
-    finished = finished_result(run)
+    finished = finished_result(run, validation)
     if finished is not None:
         return finished
     if scaling.num_workers == 0:
@@ -143,6 +143,7 @@ class _Launch:
                     break
                 self._after(attempt)
         say(end_text(tuple(self._attempts)))
+        validate_left(self._config, self._validation)
         return self._result()
 
     def _attempt(self, engine: Engine) -> AttemptResult:

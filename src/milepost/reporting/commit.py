@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointError, FencedError, UsageError
+from ..errors import CheckpointError, FencedError, InUseError, UsageError
 from ..format import tree
 from ..format.layout import ATTEMPT, check_name
 from ..format.manifest import FileEntry, Manifest
@@ -198,7 +198,8 @@ class Committer:
             _log.warning("Retention failed and will be tried again: %s", error)
             return
         for name, reason in report.errors.items():
-            _log.warning("The checkpoint %s was to be deleted and was not: %s", name, reason)
+            level = logging.INFO if isinstance(reason, InUseError) else logging.WARNING
+            _log.log(level, "The checkpoint %s was to be deleted and was not: %s", name, reason)
 
     def abandon(self, held: Claim, error: BaseException) -> None:
         """Remove what a failed report wrote; say so where that fails too."""

@@ -36,7 +36,7 @@ from ..errors import (
     MismatchError,
     RankFailedError,
 )
-from ..format.manifest import FileEntry
+from ..format.manifest import FileEntry, Manifest
 from ..ranks.board import Board
 from ..ranks.outcome import Outcome, raise_failures
 from ..runs.publish import Claim
@@ -395,13 +395,20 @@ class Coordinator:
         )
         report.held = None  # whatever comes now, there is nothing to abandon
         if validation is not None and self.validator is not None:
-            self.validator.submit(manifest.name, manifest.write_id, validation)
+            self._validate(manifest, validation, self.validator)
         try:
             self._committer.after_commit(manifest)
         except FencedError as error:
             self._fenced = error  # the commit itself was acknowledged before
         self._settle(report)
         self._board.post(f"settled/{number}", {"name": manifest.name})
+
+    def _validate(self, manifest: Manifest, asked: Mapping[str, Any], validator: Validator) -> None:
+        try:
+            validator.submit(manifest.name, manifest.write_id, asked)
+        except CheckpointError as error:
+            # The checkpoint itself is committed, and says what it was to be asked.
+            _log.warning("%s will be validated at the next start: %s", manifest.name, error)
 
     def _prune(self) -> None:
         """Let retention act on a verdict."""

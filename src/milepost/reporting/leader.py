@@ -111,17 +111,22 @@ class Leader:
         assert self._history is not None
         assert self._coordinator is not None
         wait_s = self._config.report_timeout_s + self._config.upload_timeout_s
-        self._coordinator.join(2 * wait_s)
-        self._history.close(self._config.report_timeout_s)
-        validator = self._coordinator.validator
-        if validator is not None:
-            assert self._committer is not None
-            validator.close(timeout_s=self._config.validation_timeout_s if is_well else 0.0)
-            self._committer.prune()
+        try:
+            self._coordinator.join(2 * wait_s)
+            self._history.close(self._config.report_timeout_s)
+        finally:
+            self._end_validations(is_well=is_well and self._coordinator.are_all_well)
         if self._coordinator.error is not None:
             raise self._coordinator.error
         if self._coordinator.are_all_well:
             mark_finished(self._store, self._facts.session.number, value)
+
+    def _end_validations(self, *, is_well: bool) -> None:
+        validator = None if self._coordinator is None else self._coordinator.validator
+        if validator is not None:
+            assert self._committer is not None
+            validator.close(timeout_s=self._config.validation_timeout_s if is_well else 0.0)
+            self._committer.prune()
 
 
 def refuse_finished(store: Store) -> None:

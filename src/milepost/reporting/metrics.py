@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import UsageError
 from ..naming import as_number
 
-__all__ = ["flatten", "plain_metrics"]
+__all__ = ["flatten", "plain_metrics", "with_found"]
 
 _MAX_DEPTH = 20
 
@@ -39,6 +39,25 @@ def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     _flatten(metrics, "", found)
     return found
+
+
+def with_found(metrics: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested metrics with what a validation has found put over them.
+
+    Args:
+        metrics: As they were reported.
+        found: Flat, with keys such as ``val/loss``.
+    """
+    merged: dict[str, Any] = {}
+    rest = dict(found)
+    for key, value in metrics.items():
+        if isinstance(value, Mapping):
+            before = f"{key}/"
+            inner = {name: rest.pop(name) for name in found if name.startswith(before)}
+            merged[key] = with_found(value, {n[len(before) :]: one for n, one in inner.items()})
+        else:
+            merged[key] = value
+    return {**merged, **rest}
 
 
 def _plain(metrics: Mapping[str, Any], before: str, depth: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..stores.base import Store
 from .commit import nested_metrics
 from .config import CheckpointConfig, ReportedCheckpointStatus, ranked_worst_first
 from .history import config_of, read_history
-from .metrics import flatten
+from .metrics import flatten, with_found
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -150,7 +150,7 @@ def reported_checkpoints(store: Store, view: RunView) -> list[ReportedCheckpoint
         if one.manifest is not None and one.manifest.reason == "report":
             metrics, status = nested_metrics(one.manifest), ReportedCheckpointStatus.COMMITTED
             if one.validation is not None:
-                metrics.update(one.validation.metrics)
+                metrics = with_found(metrics, one.validation.metrics)
                 status = ReportedCheckpointStatus(one.validation.status.value)
             found.append(ReportedCheckpoint(_handle(store, one), metrics, status))
     return found
@@ -165,4 +165,4 @@ def _records(view: RunView, names: Mapping[str, Any]) -> list[Record]:
 
 
 def _handle(store: Store, found: Found) -> Checkpoint:
-    return Checkpoint(store, found.name, state=found.state)
+    return Checkpoint(store, found.name, state=found.state, validation=found.validation)

@@ -7,16 +7,20 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DeadlineError
+from ..liveness import beat
 from ..runs.scan import scan
+from ..runs.sessions import read_run
 from ..stores.base import Store
 from ..validation.config import ValidationConfig, ValidationTaskConfig
 from ..validation.supervisor import Validations
 from .commit import asked_validation
 
-__all__ = ["Validator", "asked_with"]
+__all__ = ["Validator", "asked_with", "finish_validations"]
 
 _log = logging.getLogger("milepost")
+
+_BEAT_S = 1.0
 
 
 class Validator:
@@ -85,11 +89,51 @@ class Validator:
         threading.Thread(target=wait, name="milepost-validated", daemon=True).start()
 
     def close(self, *, timeout_s: float) -> None:
-        """Wait for the verdicts; what has none then is taken up at the next start."""
-        self._validations.close(timeout_s=timeout_s)
+        """Wait for the verdicts; what has none then is taken up at the next start.
+
+        A launcher is told meanwhile that this process gets on.
+
+        Raises:
+            CheckpointError: A verdict could not be recorded.
+        """
+        try:
+            self._wait(timeout_s)
+        finally:
+            self._validations.close(timeout_s=0)
         left = [one.name for one in scan(self._store).found if one.is_pending_validation]
         if left:
             _log.warning("Left without a verdict until the next start: %s", ", ".join(left))
+
+    def _wait(self, timeout_s: float) -> None:
+        left_s = timeout_s
+        while left_s > 0:
+            beat()
+            try:
+                self._validations.wait(timeout_s=min(_BEAT_S, left_s))
+            except DeadlineError:
+                left_s -= _BEAT_S
+            else:
+                return
+
+
+def finish_validations(store: Store, config: ValidationConfig, *, timeout_s: float) -> None:
+    """Bring to an end what a finished training has left without a verdict.
+
+    Args:
+        store: The run's store.
+        config: How checkpoints are validated.
+        timeout_s: How long to wait, in seconds.
+
+    Raises:
+        MissingError: There is no run.
+        CheckpointError: A verdict could not be recorded.
+    """
+    run_id = read_run(store).run_id
+    validator = Validator(store, run_id=run_id, config=config, on_verdict=lambda: None)
+    try:
+        validator.resume()
+    finally:
+        validator.close(timeout_s=timeout_s)
 
 
 def asked_with(validation: bool | ValidationTaskConfig) -> dict[str, Any] | None:  # noqa: FBT001

@@ -89,7 +89,8 @@ class Validations:
         store: The run's store.
         run_id: Identity of the run, for messages.
         config: How checkpoints are validated.
-        on_verdict: Called with each verdict, in the thread of the supervisor.
+        on_verdict: Called with each verdict once it is no longer pending here, mostly in the
+            thread of the supervisor. One that could not be recorded is told as still pending.
 
     Raises:
         UsageError: Another process cannot open the run's store.
@@ -113,6 +114,7 @@ class Validations:
         self._queue: deque[_Item] = deque()
         self._running: dict[str, _Running] = {}
         self._lost: dict[str, BaseException] = {}
+        self._to_tell: queue.SimpleQueue[Validation] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -146,6 +148,7 @@ class Validations:
             if order is not None:
                 items.append(order)
         items.sort(key=lambda one: one[0])
+        self._tell()
         return self._take_on([item for _, item in items])
 
     def pending(self) -> list[str]:
@@ -186,9 +189,16 @@ class Validations:
             self.wait(timeout_s=timeout_s)
         except DeadlineError:
             _log.info("Validations are left for the next start: %s", ", ".join(self.pending()))
-        else:
-            return
+        finally:
+            # After an interrupt as well: the interpreter would wait for the thread.
+            self._stop()
+        for error in self._lost.values():
+            raise error
+
+    def _stop(self) -> None:
         with self._changed:
+            if self._thread is None:
+                return
             self._is_stopping = True
             self._events.put(_WAKE)
             limit_s = self._config.grace_s + _STOP_MARGIN_S
@@ -198,8 +208,6 @@ class Validations:
                 f"The validations of {', '.join(self.pending())} did not stop in {limit_s:g} s.",
                 hint="A process hangs in the kernel, most often on a disk that does not answer.",
             )
-        for error in self._lost.values():
-            raise error
 
     def _find(self, found: Validation) -> tuple[tuple[int, int], _Item] | None:
         """Return a pending validation as work to do; one without a checkpoint is forgotten."""
@@ -317,6 +325,7 @@ class Validations:
                 self._queue.popleft()
                 if running is not None:
                     self._running[item.write_id] = running
+            self._tell()
 
     def _start(self, item: _Item, keeper: Keeper) -> _Running | None:
         listed = list_validations(self._store)
@@ -365,6 +374,7 @@ class Validations:
             del self._running[item.write_id]
             if is_again:
                 self._queue.append(item)
+        self._tell()
 
     def _note_end(self, one: _Running, text: str) -> bool:
         """Record that a process brought no answer; return whether to try once more."""
@@ -405,16 +415,26 @@ class Validations:
         verdict = record_verdict(self._store, verdict, write_id=item.write_id)
         if verdict.error:
             _log.warning("%s: %s. %s", item.name, verdict.status, verdict.error)
-        try:
-            self._on_verdict(verdict)
-        except CheckpointError as problem:
-            _log.warning("What follows the verdict on %s failed: %s", item.name, problem)
+        self._to_tell.put(verdict)
 
     def _lose(self, item: _Item, error: CheckpointError) -> None:
         """Go on without a validation that cannot be recorded; it stays pending on record."""
         _log.warning("The validation of %s has no verdict on record: %s", item.name, error)
         with self._changed:
             self._lost[item.name] = error
+        self._to_tell.put(
+            Validation(
+                item.name, validation_id(item.write_id), ValidationStatus.PENDING, error=str(error)
+            )
+        )
+
+    def _tell(self) -> None:
+        while not self._to_tell.empty():
+            verdict = self._to_tell.get()
+            try:
+                self._on_verdict(verdict)
+            except CheckpointError as problem:
+                _log.warning("What follows the verdict on %s failed: %s", verdict.name, problem)
 
     def _drop_all(self) -> None:
         """Leave no process behind, whatever went wrong."""

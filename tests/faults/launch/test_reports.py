@@ -312,3 +312,70 @@ with mp.Reports("runs/a", checkpoint_config=mp.CheckpointConfig(num_to_keep=1)):
         with mp.get_checkpoint().as_directory() as folder:
             assert json.loads(Path(folder, "state").read_text())[0] == newest
         assert [path.name for path in Path("runs/a").glob("report-*")] == [f"report-{newest}"]
+
+
+VALIDATED = """
+def validate(checkpoint, offset=0.0):
+    with checkpoint.as_directory() as folder:
+        step = json.loads(pathlib.Path(folder, "state").read_text())[0]
+    if os.environ.get("RANK") or not offset:
+        raise ValueError("not as a rank, and with what the launch was given")
+    if step == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"score": step + offset}
+
+def train():
+    step, _ = start()
+    while step < 3:
+        step += 1
+        save({"step": step}, files={"state": json.dumps([step, 0.5])}, validation=True)
+        if step == 2 and os.environ.get("MILEPOST_ATTEMPT") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return [one.status.value for one in mp.get_all_reported_checkpoints()]
+"""
+
+
+@pytest.mark.parametrize("num_workers", [1, 0])
+def test_validation_goes_on_across_attempts_and_the_launch_waits(job, num_workers):
+    """The worker is killed with validations under way; each ends in a verdict all the same."""
+    train = job(VALIDATED)
+    module = sys.modules["job_of_test"]
+    task = mp.ValidationTaskConfig(fn_kwargs={"offset": 10.0})
+    result = mp.launch(
+        train,
+        scaling=mp.ScalingConfig(num_workers=num_workers),
+        run=config(max_failures=1),
+        validation=mp.ValidationConfig(module.validate, task, max_retries=2),
+    )
+    assert result.return_value == ["validation_failed", "validated", "validated"]
+    found = {one.name: metrics for one, metrics in result.best_checkpoints}
+    assert [found[name].get("score") for name in sorted(found)] == [None, 12.0, 13.0]
+    assert len(result.attempts) == (2 if num_workers else 0)
+
+
+def test_launching_a_finished_run_again_validates_what_was_left(job):
+    """The end of a training waits for so long, and no longer."""
+    train = job(
+        """
+        import time
+
+        def validate(checkpoint, path):
+            deadline_s = time.monotonic() + 60
+            while not pathlib.Path(path).exists() and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            return {"score": 1.0}
+
+        def train():
+            save({"step": 1}, files={"state": "1"}, validation=True)
+        """
+    )
+    task = mp.ValidationTaskConfig(fn_kwargs={"path": str(Path("word").absolute())})
+    validate = sys.modules["job_of_test"].validate
+    checks = mp.ValidationConfig(validate, task)
+    short = mp.CheckpointConfig(validation_timeout_s=0.3)
+    first = mp.launch(train, run=config(checkpoint_config=short), validation=checks)
+    assert first.checkpoint.validation.is_pending
+    Path("word").touch()
+    again = mp.launch(train, run=config(), validation=checks)
+    assert not again.attempts
+    assert again.checkpoint.validation.metrics == {"score": 1.0}

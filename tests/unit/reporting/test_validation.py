@@ -176,3 +176,38 @@ def train(config):
     assert result.get_best_checkpoint("val/score", "max").name == "report-2"
     assert names(Path("runs/a")) == ["report-2", "report-3"]
     assert os.environ.get("MILEPOST_REPORTS") is None
+
+
+def test_what_was_found_lies_over_what_was_reported():
+    """Nested as it was reported; new names as they came."""
+    from milepost.reporting.metrics import flatten, with_found
+
+    reported = {"n": 1, "val": {"loss": 5.0, "deep": {"a": 1, "b": 2}}, "x": {}}
+    found = {"val/loss": -1.0, "val/deep/b": 3, "val/new": 4, "score": 101.0, "n": 2}
+    merged = with_found(reported, found)
+    assert merged == {
+        "n": 2,
+        "val": {"loss": -1.0, "deep": {"a": 1, "b": 3}, "new": 4},
+        "x": {},
+        "score": 101.0,
+    }
+    assert flatten(merged) == {**flatten(reported), **found}
+    assert reported["val"]["loss"] == 5.0
+
+
+def test_a_request_that_cannot_be_recorded_fails_no_report(tmp_path, folder, validation):
+    """The checkpoint is committed, and the next start asks."""
+    run = tmp_path / "run"
+    with mp.Reports(run, validation=validation()) as reports:
+        validator = reports._leader._coordinator.validator
+
+        def refuse(*_):
+            raise mp.StorageError("The disk is full.")
+
+        validator.submit, submit = refuse, validator.submit
+        assert mp.report({}, folder(score="2"), validation=True).name == "report-1"
+        validator.submit = submit
+    assert mp.open_run(run).latest().validation is None
+    with mp.Reports(run, validation=validation(), if_finished="continue"):
+        pass
+    assert mp.open_run(run).latest().metrics == {"val/score": 2.0}
