@@ -3,6 +3,11 @@
 The messages of a rank go out from a thread of their own, as many at a time as are waiting. So the
 thread that sends them never waits for the leader, and a rank that sends a thousand small ones makes
 only a few requests.
+
+A batch of messages is stored first, under the rank and its number, and then announced by a bell:
+bells are numbered for all ranks together, so that the leader can wait for any rank at all. A rank
+that dies between the two, or between taking the number of a bell and ringing it, leaves a gap; then
+the leader looks at what every rank has stored, and leaves the bell out.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ _CHUNK_BYTES = 4 * 1024 * 1024  # the server takes 8 MiB at a time
 _MAX_BATCH = 64
 _LONG_S = 3600.0
 _SIGNALS_S = 1.0
+_BELL_S = 5.0
 
 
 class Server:
@@ -94,14 +100,14 @@ class Server:
         with self._connection() as connection:
             return bytes(connection.compare_set(key, "", value.decode("ascii")))
 
-    def next_number(self, key: str) -> int:
-        """Return 1, 2, 3, ...: each number to one caller only.
+    def next_number(self, key: str, *, by: int = 1) -> int:
+        """Return 1, 2, 3, ...: each number to one caller only. By 0 it is the last one given out.
 
         Raises:
             RankFailedError: The leader is gone.
         """
         with self._connection() as connection:
-            return int(connection.add(key, 1))
+            return int(connection.add(key, by))
 
     def forget(self, key: str) -> None:
         """Remove a value.
@@ -203,7 +209,9 @@ class ServerBoard:
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._num_waiting = 0
-        self._num_received = 0
+        self._num_sent = 0
+        self._num_bells = 0
+        self._taken = [0] * world_size
         self._error: CheckpointError | None = None
         # A daemon: a leader that does not answer must not keep a process that ends.
         self._sender = threading.Thread(target=self._send_all, name="milepost-board", daemon=True)
@@ -233,14 +241,39 @@ class ServerBoard:
 
     def receive(self, timeout_s: float | None) -> list[dict[str, Any]]:
         """Return the next messages; see ``Board``."""
-        key = f"{self._name}/inbox/{self._num_received + 1}"
+        deadline_s = time.monotonic() + (_LONG_S if timeout_s is None else timeout_s)
+        while True:
+            left_s = deadline_s - time.monotonic()
+            messages = self._await_bell(min(max(left_s, 0.001), _BELL_S))
+            if messages or left_s <= _BELL_S:
+                return messages
+
+    def _await_bell(self, timeout_s: float) -> list[dict[str, Any]]:
+        """Wait for the next bell, and return what its rank has stored."""
+        bell = f"{self._name}/bell/{self._num_bells + 1}"
         try:
-            data = self._get(key, _LONG_S if timeout_s is None else timeout_s)
+            rank = int(self._server.get(bell, timeout_s))
         except DeadlineError:
-            return []
-        self._num_received += 1
-        self._forget(key)
-        return list(tree.decode(json.loads(data)))
+            return self._look_behind_gap(bell) if timeout_s >= _BELL_S else []
+        self._num_bells += 1
+        self._server.forget(bell)
+        return self._take(rank)
+
+    def _look_behind_gap(self, bell: str) -> list[dict[str, Any]]:
+        """Return what was stored without a bell, and go on after a bell that was never rung."""
+        found = [message for rank in range(self.world_size) for message in self._take(rank)]
+        has_gap = self._server.next_number(f"{self._name}/bells", by=0) > self._num_bells
+        if has_gap and not self._server.has([bell]):
+            self._num_bells += 1
+        return found
+
+    def _take(self, rank: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while self._server.has([key := f"{self._name}/from/{rank}/{self._taken[rank] + 1}"]):
+            found += tree.decode(json.loads(self._get(key, JOIN_TIMEOUT_S)))
+            self._taken[rank] += 1
+            self._server.forget(key)
+        return found
 
     def post(self, key: str, value: Any = None, *, error: BaseException | None = None) -> None:
         """Answer under a key; see ``Board``."""
@@ -285,9 +318,11 @@ class ServerBoard:
             messages = [message for message in batch if message is not None]
             try:
                 if messages:
-                    number = self._server.next_number(f"{self._name}/inbox")
+                    self._num_sent += 1
                     data = json.dumps(tree.encode(messages), allow_nan=False).encode()
-                    self._set(f"{self._name}/inbox/{number}", data)
+                    self._set(f"{self._name}/from/{self.rank}/{self._num_sent}", data)
+                    number = self._server.next_number(f"{self._name}/bells")
+                    self._server.set(f"{self._name}/bell/{number}", str(self.rank).encode())
             except (CheckpointError, RuntimeError) as error:
                 with self._changed:
                     self._error = _leader_gone(error)

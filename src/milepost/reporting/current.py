@@ -51,9 +51,10 @@ def report(
 ) -> PendingSave[Checkpoint] | None:
     """Report metrics, and perhaps a checkpoint, to the run.
 
-    Every rank reports equally often. Metrics alone never wait for anything. A checkpoint may come
-    from one rank or several; their files lie in one folder afterwards. It is committed when every
-    rank has made this report and all files are safely written.
+    Every rank reports equally often; a report that raises counts. Metrics alone never wait for
+    anything. A checkpoint may come from one rank or several; their files lie in one folder
+    afterwards. It is committed when every rank has made this report and all files are safely
+    written.
 
     Args:
         metrics: Numbers, text and None by name, perhaps nested; tensors and NumPy scalars of one

@@ -54,7 +54,7 @@ __all__ = ["Reports", "in_use"]
 _log = logging.getLogger("milepost")
 
 _MARGIN_S = 2.0
-_LEAVE_S = 10.0
+_OPEN_S = 60.0
 
 
 class Reports:
@@ -215,21 +215,27 @@ class Reports:
         """Report metrics, and perhaps a checkpoint; see :func:`milepost.report`."""
         self._require_open()
         mode = CheckpointUploadMode(checkpoint_upload_mode)
-        _check_options(checkpoint, mode, checkpoint_upload_fn)
-        asked = asked_with(validation)
-        if asked is not None:
-            self._check_validation(checkpoint)
         with self._lock:
-            self._settle_ended(wait=checkpoint is not None)
+            earlier = self._earlier_error(wait=checkpoint is not None)
+            # From here on the report counts, also if it fails: ranks that have nothing to complain
+            # of go on with the next one, and the numbers must stay alike.
             self._count += 1
             number = self._count
-            delete = delete_local_checkpoint_after_upload
+            plain: dict[str, Any] | None = None
+            offer: dict[str, Any] | None = None
             work: Upload | None = None
             try:
                 plain = plain_metrics(metrics)
                 flatten(plain)
+                if earlier is not None:
+                    raise earlier  # noqa: TRY301 - told to the leader below
+                _check_options(checkpoint, mode, checkpoint_upload_fn)
+                asked = asked_with(validation)
+                if asked is not None:
+                    self._check_validation(checkpoint)
                 if checkpoint is not None:
                     assert self._uploader is not None
+                    delete = delete_local_checkpoint_after_upload
                     work = self._uploader.prepare(
                         number,
                         checkpoint,
@@ -237,12 +243,12 @@ class Reports:
                         function=checkpoint_upload_fn,
                         delete=mode is CheckpointUploadMode.ASYNC if delete is None else delete,
                     )
+                    offer = {**work.offer, "name": checkpoint_dir_name, "validation": asked}
             except BaseException as error:
-                self._tell(number, error=error)
-                raise
-            offer = None
-            if work is not None:
-                offer = {**work.offer, "name": checkpoint_dir_name, "validation": asked}
+                self._tell(number, metrics=plain, error=error)
+                if earlier is None or error is earlier:
+                    raise
+                raise error from earlier
             self._tell(number, metrics=plain, offer=offer)
         beat()
         if work is None:
@@ -294,7 +300,9 @@ class Reports:
 
     def _open_here(self, board: Board) -> RunFacts:
         if board.rank != 0:
-            return see_opened(self.store, board, timeout_s=self.config.report_timeout_s)
+            return see_opened(
+                self.store, board, timeout_s=max(self.config.report_timeout_s, _OPEN_S)
+            )
         if self._if_finished == "error":
             refuse_finished(self.store)
         self._leader = Leader(self.store, board, self.config, validation=self._validation)
@@ -358,6 +366,14 @@ class Reports:
         else:
             pending.name = checkpoint.name
             pending.succeed(checkpoint)
+
+    def _earlier_error(self, *, wait: bool) -> Exception | None:
+        """Return what is to be raised about reports before this one, if anything."""
+        try:
+            self._settle_ended(wait=wait)
+        except Exception as error:  # noqa: BLE001 - raised by the report that is being made
+            return error
+        return None
 
     def _settle_ended(self, *, wait: bool = False) -> None:
         """Act on uploads that have ended, as ``on_save_error`` says.

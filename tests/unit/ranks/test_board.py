@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import milepost as mp
+from milepost.ranks import server
 from milepost.ranks.board import Board, LocalBoard
 from milepost.ranks.server import Server, ServerBoard
 
@@ -76,3 +77,21 @@ def test_answers_wait_for_the_reader_and_the_reader_for_them(kind: str) -> None:
         reader.read("k", task="the claim", timeout_s=0.05)
     leader.close()
     reader.close()
+
+
+def test_a_rank_that_dies_while_it_sends_hides_no_message(monkeypatch) -> None:
+    """It may leave a bell that is never rung, or messages without a bell."""
+    monkeypatch.setattr(server, "_BELL_S", 0.05)
+    leader, second, third = boards(3)
+    second.send({"rank": 1, "n": 1})
+    second.flush(20)
+    second._server.next_number("b/bells")  # and died
+    third._set("b/from/2/1", b'[{"rank":2,"n":1}]')  # and died
+    leader.send({"rank": 0, "n": 1})
+    leader.flush(20)
+    found = taken(leader, 3)
+    assert sorted(one["rank"] for one in found) == [0, 1, 2]
+    second.send({"rank": 1, "n": 2})
+    assert taken(leader, 1) == [{"rank": 1, "n": 2}]
+    for one in (leader, second, third):
+        one.close()

@@ -104,8 +104,12 @@ def test_a_rank_that_does_not_report_is_named_with_its_count(tmp_path, folder):
     config = mp.CheckpointConfig(report_timeout_s=0.4)
     late = threading.Event()
 
-    def prompt(reports):
+    def begin(reports):
         reports.report({})
+        reports.get_all_reported_checkpoints(timeout_s=30)  # all ranks are here, and connected
+
+    def prompt(reports):
+        begin(reports)
         with pytest.raises(mp.DeadlineError) as caught:
             reports.report({}, folder(a="1"))
         late.set()
@@ -114,7 +118,7 @@ def test_a_rank_that_does_not_report_is_named_with_its_count(tmp_path, folder):
         return reports.report({}, folder(**{f"r{reports.test_board.rank}": "1"})).name
 
     def slow(reports):
-        reports.report({})
+        begin(reports)
         late.wait(20)
         with pytest.raises(mp.DeadlineError, match="Rank 2 did not come"):
             reports.report({}, folder(a="1"))
@@ -183,6 +187,35 @@ def test_an_error_on_one_rank_fails_the_report_on_all(tmp_path, folder):
     first, second = report_on_ranks(tmp_path / "other", failing, working)
     assert "rank 0: ZeroDivisionError: by hand" in first
     assert names(tmp_path / "other") == []
+
+
+def test_a_report_that_raises_counts(tmp_path, folder):
+    """Rank 0 learns of its failed upload one report later; rank 1 has nothing to complain of.
+
+    Were that report not counted, all later ones would be paired with the wrong ones.
+    """
+
+    def upload(checkpoint, name):
+        raise OSError(28, "No space left on device")
+
+    def first(reports):
+        handle = reports.report(
+            {"n": 1}, folder(a="1"), checkpoint_upload_mode=ASYNC, checkpoint_upload_fn=upload
+        )
+        handle._done.wait(20)
+        with pytest.raises(mp.RankFailedError, match="No space"):
+            reports.report({"n": 2})
+        return reports.report({"n": 3}, folder(a="1")).name
+
+    def second(reports):
+        for _ in range(2):
+            reports.report({})
+        return reports.report({}, folder(b="1")).name
+
+    assert report_on_ranks(tmp_path / "run", first, second) == ["report-3"] * 2
+    found = mp.open_run(tmp_path / "run").latest()
+    assert found.metrics == {"n": 3}
+    assert [entry.path for entry in found.manifest.files] == ["a", "b"]
 
 
 def test_ranks_share_the_work_on_a_folder_in_the_run(tmp_path, folder):

@@ -301,14 +301,16 @@ def test_the_loop_can_catch_what_went_wrong_in_the_background(tmp_path, folder):
         mp.report({}, folder(a="1"), **options)._done.wait(20)
         with pytest.raises(OSError, match="No space"):
             mp.report({"n": 1})
-        mp.report({"n": 1})
+        mp.report({"n": 2})
         handle = mp.report({}, folder(a="1"), **options)
         assert isinstance(handle.exception(20), OSError)
-        mp.report({"n": 2}, folder(a="1"))
+        mp.report({"n": 3}, folder(a="1"))
     with pytest.raises(OSError, match="No space"):
         with mp.Reports(tmp_path / "run", if_finished="continue"):
             mp.report({}, folder(a="1"), **options)
-    assert names(tmp_path / "run") == ["report-4"]
+    assert names(tmp_path / "run") == ["report-5"]
+    lines = (tmp_path / "run/events/reports-00000001.jsonl").read_text().splitlines()[1:]
+    assert [json.loads(line)["metrics"] for line in lines] == [{}, {"n": 1}, {"n": 2}, {}, {"n": 3}]
 
 
 def test_a_few_failures_may_be_lived_with(tmp_path, folder):
