@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     )
     from .runs.keep import KeepAll, KeepBest, KeepEvery, KeepLast, KeepWithin
     from .state.report import LoadReport
-    from .stores import open_store
+    from .stores import ObjectStoreProvider, ObjectStoreProviderHparams, open_store
     from .train import (
         Algorithm,
         Callback,
@@ -110,6 +110,8 @@ __all__ = [
     "NoSpaceError",
     "NodeLostError",
     "NonFiniteLossError",
+    "ObjectStoreProvider",
+    "ObjectStoreProviderHparams",
     "PendingSave",
     "PerRank",
     "Precision",
@@ -166,7 +168,7 @@ _NAMES_OF_MODULES = {
     "get_all_reported_checkpoints get_checkpoint get_context report",
     "runs.keep": "KeepAll KeepBest KeepEvery KeepLast KeepWithin",
     "state.report": "LoadReport",
-    "stores": "open_store",
+    "stores": "ObjectStoreProvider ObjectStoreProviderHparams open_store",
     "validation.config": "ValidationConfig ValidationTaskConfig",
     "train": "Algorithm Callback DataSpec Evaluator Event Precision State Trainer",
 }

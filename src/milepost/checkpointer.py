@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -47,6 +46,7 @@ from .state.report import LoadReport
 from .state.stages import Stage
 from .state.tracked import Tracked
 from .state.transient import TransientBuffers
+from .stores.url import AnyPlace, settled
 from .writer import RunWriter
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Checkpointer:
     """Save and resume a training loop.
 
     Args:
-        folder: Folder of the run.
+        folder: Folder of the run, address of a bucket, store, or object store provider.
         every: When to save: ``"1ep"``, ``"100ba"``, ``"30m"``, a whole number of epochs, a callable
             ``(checkpointer, moment) -> bool``, or a list of those. ``None`` saves only where
             :meth:`save` is called and at the end.
@@ -96,7 +96,7 @@ class Checkpointer:
 
     def __init__(  # noqa: PLR0913 - one for each thing a user can choose, all by keyword
         self,
-        folder: str | os.PathLike[str],
+        folder: AnyPlace,
         *,
         every: Any = None,
         keep: Sequence[KeepPolicy] | KeepPolicy = (),
@@ -130,11 +130,10 @@ class Checkpointer:
             share_timeout_s=share_timeout_s,
             rank_check=rank_check,
         )
-        text = os.fspath(folder)
-        is_uri = "://" in text
-        self.folder = text if is_uri else os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+        place = settled(folder)
+        self.folder = place if isinstance(place, str) else place.url
         self.timer = Timer()
-        self._writer = RunWriter(self.folder, options)
+        self._writer = RunWriter(place, options)
         self._tracked = Tracked(strict=strict)
         self._schedule = Schedule(every)
         self._signals = StopSignals(grace_s=grace_s) if handle_signals else None

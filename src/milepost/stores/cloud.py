@@ -17,7 +17,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -39,8 +39,8 @@ from ..errors import (
 from ..format.digest import BLOCK_BYTES
 from ..format.layout import check_key
 from .base import Entry, Names, Traits
-from .feed import BlockFeed
 from .refusals import typed_error
+from .uploading import FeedWriter
 
 __all__ = ["CloudStore"]
 
@@ -220,11 +220,11 @@ class CloudStore:
         """Make ``key`` a text with the target's name."""
         self.put(key, f"{target}\n".encode())
 
-    def create_writer(self, key: str, size_bytes: int) -> CloudWriter:
+    def create_writer(self, key: str, size_bytes: int) -> FeedWriter:
         """Begin to write a new key of a known size."""
         self._check(key)
         self._refuse_existing(key)
-        return CloudWriter(self, key, size_bytes)
+        return FeedWriter(self, key, size_bytes, timeout_s=self._wait_s)
 
     def open_reader(self, key: str) -> CloudReader:
         """Open a key for reading."""
@@ -264,14 +264,15 @@ class CloudStore:
                 self.url,
             )
 
-    def upload(self, key: str, feed: BlockFeed, size_bytes: int) -> None:
-        """Upload what a feed gives, in several pieces. Used by the writer."""
+    def upload(self, key: str, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
+        """Upload an object in several pieces; one of that name is replaced."""
+        self._check(key)
         piece_bytes = max(BLOCK_BYTES, -(-size_bytes // _MAX_PIECES))
         with self._typed("upload", key):
             obstore.put(
                 self._store,
                 key,
-                iter(feed),
+                iter(pieces),
                 use_multipart=True,
                 chunk_size=piece_bytes,
                 max_concurrency=_UPLOADS_AT_ONCE,
@@ -281,11 +282,6 @@ class CloudStore:
         """Return a range of bytes of a key. Used by the reader."""
         with self._typed("read", key):
             return memoryview(obstore.get_range(self._store, key, start=start, length=length))
-
-    @property
-    def wait_s(self) -> float:
-        """Return how long to wait for an upload to take the next block."""
-        return self._wait_s
 
     def _check(self, key: str) -> str:
         if os.getpid() != self._pid:
@@ -323,97 +319,6 @@ class CloudStore:
             raise typed_error(
                 str(error), type(error).__name__, operation=operation, name=self._name(key), key=key
             ) from None
-
-
-@final
-class CloudWriter:
-    """Uploads one new object while it is written. See ``base.Writer``."""
-
-    def __init__(self, store: CloudStore, key: str, size_bytes: int) -> None:
-        self._store = store
-        self._key = key
-        self._size_bytes = size_bytes
-        self._lock = threading.Lock()
-        self._is_open = True
-        self._small = bytearray()
-        self._feed = BlockFeed(key, size_bytes, timeout_s=store.wait_s)
-        self._thread: threading.Thread | None = None
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset``."""
-        view = data.cast("B") if data.format != "B" or data.ndim != 1 else data
-        if self._size_bytes > BLOCK_BYTES:
-            self._start()
-            self._feed.put(offset, view)
-            return
-        with self._lock:
-            if not self._is_open or offset != len(self._small):
-                raise UsageError(f"{self._key}: a block was written twice or after closing.")
-            self._small += view
-
-    def close(self) -> None:
-        """Wait until the object is there, whole."""
-        with self._lock:
-            if not self._is_open:
-                return
-            self._is_open = False
-        if self._size_bytes <= BLOCK_BYTES:
-            self._store.put_new(self._key, bytes(self._small))
-            return
-        if self._thread is None or self._feed.missing_bytes:
-            self._drop()
-            raise DamagedError(
-                f"{self._key} was closed with {self._feed.missing_bytes:,} bytes missing.",
-                path=self._key,
-            )
-        self._thread.join(self._store.wait_s * 2)
-        if self._thread.is_alive():
-            self._drop()
-            raise DeadlineError(
-                f"The upload of {self._key} did not end.",
-                safe="Nothing of it counts; earlier checkpoints are intact.",
-                path=self._key,
-            )
-        if self._error is not None:
-            raise self._error
-        self._check_size()
-
-    def abort(self) -> None:
-        """Drop what was written."""
-        with self._lock:
-            was_open, self._is_open = self._is_open, False
-        if was_open:
-            self._drop()
-
-    _error: BaseException | None = None
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._thread is None and self._is_open:
-                self._thread = threading.Thread(target=self._run, name="milepost-upload")
-                self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._store.upload(self._key, self._feed, self._size_bytes)
-        except BaseException as error:  # noqa: BLE001 - raised where blocks are brought, and by close
-            self._error = error
-            self._feed.fail(error)
-
-    def _drop(self) -> None:
-        self._feed.stop()
-        if self._thread is not None:
-            self._thread.join(self._store.wait_s)
-
-    def _check_size(self) -> None:
-        found = self._store.head(self._key).size_bytes
-        if found != self._size_bytes:
-            raise DamagedError(
-                f"{self._key} was uploaded with {found:,} of {self._size_bytes:,} bytes.",
-                path=self._key,
-                expected=self._size_bytes,
-                found=found,
-            )
 
 
 @final

@@ -9,8 +9,10 @@ from urllib.parse import unquote, urlsplit
 from ..errors import UsageError
 from .base import Store
 from .local import LocalStore
+from .prefix import PrefixStore
+from .provider import ObjectStoreProvider, ObjectStoreProviderHparams
 
-__all__ = ["is_address", "open_store"]
+__all__ = ["AnyPlace", "is_address", "open_store", "settled"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BUCKETS = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss"})
@@ -22,21 +24,46 @@ def is_address(place: str) -> bool:
     return scheme is not None and scheme[1].lower() != "file"
 
 
-def open_store(place: str | os.PathLike[str] | Store) -> Store:
+AnyPlace = str | os.PathLike[str] | Store | ObjectStoreProvider | ObjectStoreProviderHparams
+"""What users name the place of a run by."""
+
+
+def settled(place: AnyPlace) -> str | Store:
+    """Return a place that stays the same when the working directory changes.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if not isinstance(place, str | os.PathLike):
+        return open_store(place)
+    text = os.fspath(place)
+    if not isinstance(text, str):
+        raise UsageError(f"{text!r} is not a place for a run.", hint="Give a folder.")
+    return text if is_address(text) else os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+
+
+def open_store(place: AnyPlace) -> Store:
     """Return the store at a place.
 
     Args:
         place: A folder, ``file:///folder``, ``s3://bucket/prefix`` (or ``gs``, ``az``, ``abfss``;
-            credentials come from the environment), or a store, which is returned as it is.
+            credentials come from the environment), ``libcloud://provider/container/prefix``
+            (``LIBCLOUD_KEY``, ``LIBCLOUD_SECRET``), a provider, or a store, which is returned as it
+            is.
 
     Raises:
         UsageError: An empty place, or one of a kind that this version cannot open.
     """
-    if isinstance(place, Store):
-        return place
-    text = os.fspath(place)
+    if isinstance(place, ObjectStoreProviderHparams):
+        place = place.initialize_object()
+    if isinstance(place, ObjectStoreProvider):
+        return place.store
+    return place if isinstance(place, Store) else _open_named(os.fspath(place))
+
+
+def _open_named(text: str) -> Store:
     if not isinstance(text, str) or not text:
-        raise UsageError(f"{place!r} is not a place for a run.", hint="Give a folder.")
+        raise UsageError(f"{text!r} is not a place for a run.", hint="Give a folder.")
     scheme = _SCHEME.match(text)
     if scheme is None:
         return LocalStore(text)
@@ -57,9 +84,26 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
         from .cloud import CloudStore
 
         return CloudStore(text)
+    if name == "libcloud":
+        return _open_libcloud(text)
     raise UsageError(
         f"Cannot open the place {name}://...: there is no kind of store called {name!r}.",
         hint="Use a folder, file:///folder, s3://bucket/prefix, gs://..., az://..., or pass a "
         "Store of your own.",
         scheme=name,
     )
+
+
+def _open_libcloud(address: str) -> Store:
+    provider, _, rest = address.partition("://")[2].strip("/").partition("/")
+    container, _, prefix = rest.partition("/")
+    if not (provider and container):
+        raise UsageError(
+            f"{address!r} names no container.", hint="Write libcloud://provider/container/prefix."
+        )
+    names = ("LIBCLOUD_KEY", "LIBCLOUD_SECRET")
+    key, secret = (name if os.environ.get(name) else None for name in names)
+    store = ObjectStoreProviderHparams(
+        provider=provider, container=container, key_environ=key, secret_environ=secret
+    ).initialize_object()
+    return PrefixStore(store.store, prefix) if prefix else store.store

@@ -22,6 +22,7 @@ from ..state.report import LoadReport
 from ..state.rng import rng_of_rank
 from ..state.source import load_item
 from ..state.tracked import Tracked
+from ..stores.provider import ObjectStoreProviderHparams
 from .places import fill_ranks
 
 __all__ = [
@@ -83,7 +84,7 @@ def the_newest(handle: Checkpoint | Run) -> Checkpoint:
 def open_place(
     named: Place,
     *,
-    object_store: ObjectStore | None,
+    object_store: ObjectStore | ObjectStoreProviderHparams | None,
     chunk_size_bytes: int,
     is_bar_shown: bool,
 ) -> Iterator[str | Checkpoint]:
@@ -105,6 +106,8 @@ def open_place(
         yield the_newest(named)
         return
     path = fill_ranks(named)
+    if isinstance(object_store, ObjectStoreProviderHparams):
+        object_store = object_store.initialize_object()
     if object_store is None:
         yield path
         return

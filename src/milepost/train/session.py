@@ -12,6 +12,7 @@ from ..engine.signals import StopSignals
 from ..errors import MissingError, Preempted, UsageError
 from ..state.loader import ResumableLoader
 from ..state.objects import FromLeader, PerRank, Value
+from ..stores.provider import ObjectStoreProviderHparams
 from .algorithm import Algorithm
 from .callback import Callback
 from .group import Group
@@ -136,7 +137,7 @@ class Session:
         self,
         path_format: Place | None,
         *,
-        object_store: ObjectStore | None,
+        object_store: ObjectStore | ObjectStoreProviderHparams | None,
         weights_only: bool,
         strict: bool,
         chunk_size_bytes: int,

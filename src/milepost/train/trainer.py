@@ -16,6 +16,7 @@ from ..naming import NameFormat
 from ..progress.time import Time
 from ..runs.keep import KeepPolicy
 from ..state.dealt_loader import resumable
+from ..stores.provider import ObjectStoreProviderHparams
 from .alarm import Alarm
 from .algorithm import Algorithm
 from .callback import Callback
@@ -95,7 +96,8 @@ class Trainer:
             ``"must"``: an error if there is none.
         load_path_format: A checkpoint, a run (its newest) or a ``.pt`` file to go on from, as a
             handle or a path; ``{rank}``, ``{local_rank}`` and ``{node_rank}`` are filled in.
-        load_object_store: Where ``load_path_format`` is downloaded from.
+        load_object_store: Where ``load_path_format`` is downloaded from: an
+            :class:`ObjectStoreProvider`, or what makes one.
         load_weights_only: Load the weights and nothing else: a new training begins on them.
         load_strict: Whether the names of these weights must match exactly.
         load_chunk_size: Bytes of one piece of a download.
@@ -151,7 +153,7 @@ class Trainer:
         grace_s: float = 30.0,
         resume: Literal["never", "auto", "must"] = "never",
         load_path_format: Place | None = None,
-        load_object_store: ObjectStore | None = None,
+        load_object_store: ObjectStore | ObjectStoreProviderHparams | None = None,
         load_weights_only: bool = False,
         load_strict: bool = False,
         load_chunk_size: int = 1_048_576,

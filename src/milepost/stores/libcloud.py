@@ -1,0 +1,369 @@
+"""A store in a container of anything that apache-libcloud knows.
+
+libcloud has no upload on a condition, so one writer only may use a run there; it is said once. An
+object is visible when its upload has been answered. Its drivers hold a connection and are not safe
+to share: each thread has one of its own.
+
+The only module that imports libcloud.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import requests
+from libcloud.common.exceptions import BaseHTTPError
+from libcloud.common.types import InvalidCredsError, LibcloudError
+from libcloud.storage.providers import get_driver
+from libcloud.storage.types import (
+    ContainerDoesNotExistError,
+    ObjectDoesNotExistError,
+    ObjectError,
+    ObjectHashMismatchError,
+)
+
+from ..errors import (
+    AccessError,
+    CheckpointError,
+    DamagedError,
+    ExistsError,
+    FormatError,
+    MissingError,
+    StorageError,
+    UsageError,
+)
+from ..format.layout import check_key
+from .base import Entry, Names, Traits
+from .uploading import FeedWriter
+
+__all__ = ["LibcloudStore", "make_driver"]
+
+_log = logging.getLogger("milepost")
+
+_WAIT_S = 180.0
+_CHUNK_BYTES = 1024 * 1024
+
+
+def make_driver(provider: str, options: Mapping[str, Any]) -> Any:
+    """Return a driver of libcloud.
+
+    Args:
+        provider: Its name, as libcloud spells it.
+        options: What the driver takes: ``key``, ``secret``, ``region``, ``host``, ``port``, ...
+
+    Raises:
+        UsageError: libcloud has no such provider, or it does not take these options.
+    """
+    try:
+        return get_driver(provider.lower())(**options)
+    except AttributeError as error:
+        raise UsageError(
+            f"libcloud knows no storage provider {provider!r}.",
+            hint="See the providers of libcloud.storage.types.Provider.",
+        ) from error
+    except (TypeError, ValueError, ImportError) as error:
+        names = ", ".join(sorted(options))
+        raise UsageError(
+            f"libcloud makes no client for {provider!r} of the options {names}: "
+            f"{type(error).__name__}.",
+            hint="Look at what the driver of this provider takes, and at its dependencies.",
+        ) from None  # its text may hold what it was given
+
+
+@final
+class LibcloudStore:
+    """Keeps each key as an object below a prefix of a container.
+
+    Args:
+        name: Name of the provider.
+        container: The container, which must exist.
+        prefix: A folder in it, or empty.
+        make: Returns a new driver; called once in each thread.
+
+    Raises:
+        StorageError: There is no such container.
+        AccessError: It may not be looked at.
+    """
+
+    def __init__(
+        self, name: str, container: str, *, prefix: str = "", make: Callable[[], Any]
+    ) -> None:
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self.url = f"libcloud://{name}/{container}/{self._prefix}".rstrip("/")
+        self.traits = Traits(
+            is_local=False, exclusive_create=False, hard_links=False, symlinks=False
+        )
+        self._container_name = container
+        self._is_folder = name == "local"
+        self._make = make
+        self._local = threading.local()
+        self._pid = os.getpid()
+        self._was_said = False
+        with self._typed("look at", ""):
+            self._container()
+
+    def __repr__(self) -> str:
+        return f"LibcloudStore({self.url!r})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise UsageError(
+            f"{self!r} cannot be pickled: it holds credentials.",
+            hint="Let the other process open the store itself.",
+        )
+
+    def put_new(self, key: str, data: bytes) -> None:
+        """Create ``key`` with ``data``, or raise ``ExistsError``. Safe for one writer only."""
+        if not self._was_said:
+            self._was_said = True
+            _log.warning(
+                "%s cannot refuse to create what is there already: it is safe for one writer only. "
+                "Never let two processes save to one run there at the same time.",
+                self.url,
+            )
+        self._refuse_existing(key)
+        self.put(key, data)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace ``key``."""
+        path = self._path(key)
+        with self._typed("put", key):
+            driver, container = self._container()
+            driver.upload_object_via_stream(iter([bytes(data)]), container, path)
+
+    def get(self, key: str, *, max_bytes: int = 256 * 1024 * 1024) -> bytes:
+        """Return the bytes of ``key``."""
+        with self._typed("get", key):
+            driver, found = self._object(key)
+            if found.size > max_bytes:
+                raise FormatError(
+                    f"{key} holds {found.size:,} bytes; at most {max_bytes:,} are read.", path=key
+                )
+            data = b"".join(driver.download_object_as_stream(found, _CHUNK_BYTES))
+        if len(data) != found.size:
+            raise DamagedError(
+                f"{self._name(key)} came with {len(data):,} of {found.size:,} bytes.", path=key
+            )
+        return data
+
+    def head(self, key: str) -> Entry:
+        """Return the entry of ``key`` or raise ``MissingError``."""
+        with self._typed("look at", key):
+            return self._entry(self._object(key)[1])
+
+    def list(self, folder: str = "") -> Iterator[Entry]:
+        """Yield every key below a folder in the order of the keys."""
+        prefix = f"{self._path(folder)}/" if folder else self._prefix
+        with self._typed("list", folder):
+            driver, container = self._container()
+            found = [
+                self._entry(one)
+                for one in driver.iterate_container_objects(
+                    # Its driver for folders warns that it cannot filter; that is done here anyway.
+                    container,
+                    prefix=None if self._is_folder else prefix or None,
+                )
+                if one.name.startswith(prefix)
+            ]
+        yield from sorted(found, key=lambda entry: entry.key)
+
+    def folders(self, folder: str = "") -> Names:
+        """Return the names directly below a folder that have keys below them, sorted."""
+        start = len(folder) + 1 if folder else 0
+        below = (entry.key[start:].partition("/") for entry in self.list(folder))
+        return sorted({name for name, slash, _ in below if slash})
+
+    def delete(self, key: str) -> None:
+        """Remove ``key``."""
+        try:
+            with self._typed("delete", key):
+                driver, found = self._object(key)
+                driver.delete_object(found)
+        except MissingError:
+            return
+
+    def rename(self, key: str, new_key: str) -> None:
+        """Move ``key`` to ``new_key``, which must not exist, in two steps. For records."""
+        data = self.get(key)
+        self.put_new(new_key, data)
+        self.delete(key)
+
+    def link(self, key: str, new_key: str) -> None:
+        """Give the bytes of ``key`` a second key: they are read and written again."""
+        self._refuse_existing(new_key)
+        path = self._path(new_key)
+        with self._typed("copy", key):
+            driver, found = self._object(key)
+            stream = driver.download_object_as_stream(found, _CHUNK_BYTES)
+            driver.upload_object_via_stream(iter(stream), found.container, path)
+
+    def point(self, key: str, target: str) -> None:
+        """Make ``key`` a text with the target's name."""
+        self.put(key, f"{target}\n".encode())
+
+    def create_writer(self, key: str, size_bytes: int) -> FeedWriter:
+        """Begin to write a new key of a known size."""
+        self._refuse_existing(key)
+        return FeedWriter(self, key, size_bytes, timeout_s=_WAIT_S)
+
+    def open_reader(self, key: str) -> LibcloudReader:
+        """Open a key for reading."""
+        return LibcloudReader(self, key, self.head(key).size_bytes)
+
+    def sync_folder(self, folder: str) -> None:
+        """Do nothing: what was answered is durable."""
+
+    def local_path(self, key: str) -> str | None:  # noqa: ARG002 - the contract's name
+        """Return ``None``: whether there are files is not known."""
+        return None
+
+    def upload(self, key: str, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
+        """Upload an object as a stream; one of that name is replaced."""
+        del size_bytes
+        path = self._path(key)
+        with self._typed("upload", key):
+            driver, container = self._container()
+            stream = (bytes(piece) for piece in pieces)
+            driver.upload_object_via_stream(stream, container, path)
+
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
+        """Return a range of bytes of a key. Used by the reader."""
+        with self._typed("read", key):
+            driver, found = self._object(key)
+            try:
+                stream = driver.download_object_range_as_stream(found, start, start + length)
+                return memoryview(b"".join(stream))
+            except NotImplementedError:
+                return _cut(driver.download_object_as_stream(found, _CHUNK_BYTES), start, length)
+
+    def _container(self) -> tuple[Any, Any]:
+        """Return the driver of this thread and the container."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"{self!r} cannot be used in a forked child of the process that opened it.",
+                hint="Start the process with spawn, and open the store there.",
+            )
+        found: tuple[Any, Any] | None = getattr(self._local, "container", None)
+        if found is None:
+            driver = self._make()
+            found = self._local.container = (driver, driver.get_container(self._container_name))
+        return found
+
+    def _object(self, key: str) -> tuple[Any, Any]:
+        path = self._path(key)
+        driver, _ = self._container()
+        try:
+            return driver, driver.get_object(self._container_name, path)
+        except ObjectError as error:
+            if self._is_folder and type(error) is ObjectError:  # a folder, and so no object
+                raise MissingError(f"There is no {self._name(key)}.", path=key) from None
+            raise
+
+    def _entry(self, found: Any) -> Entry:
+        modified = found.extra.get("last_modified") or found.extra.get("modify_time") or 0
+        return Entry(found.name[len(self._prefix) :], int(found.size), _seconds(modified))
+
+    def _path(self, key: str) -> str:
+        return self._prefix + check_key(key, where=self.url)
+
+    def _name(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+    def _refuse_existing(self, key: str) -> None:
+        try:
+            self.head(key)
+        except MissingError:
+            return
+        raise ExistsError(f"There is already a {self._name(key)}.", path=key)
+
+    @contextmanager
+    def _typed(self, operation: str, key: str) -> Iterator[None]:
+        """Turn errors of libcloud into those of this library, without what they may give away."""
+        name = self._name(key)
+        facts = {"operation": operation, "path": key}
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except ObjectDoesNotExistError:
+            raise MissingError(f"There is no {name}.", path=key) from None
+        except ContainerDoesNotExistError:
+            raise StorageError(
+                f"Could not {operation} {name}: there is no container {self._container_name}.",
+                hint="Create it, or look at the address.",
+                **facts,
+            ) from None
+        except InvalidCredsError:
+            raise AccessError(
+                f"Could not {operation} {name}: the credentials were refused.",
+                hint="Look at the credentials of this process.",
+                **facts,
+            ) from None
+        except ObjectHashMismatchError:
+            raise DamagedError(f"{name} came to harm on the way.", path=key) from None
+        except (LibcloudError, BaseHTTPError, requests.RequestException, OSError) as error:
+            status = getattr(error, "code", None)
+            kind = AccessError if status in (401, 403) else StorageError
+            said = f"status {status}" if status else type(error).__name__
+            raise kind(f"Could not {operation} {name}: {said}.", **facts, status=status) from None
+
+
+@final
+class LibcloudReader:
+    """Reads ranges of one object. See ``base.Reader``."""
+
+    def __init__(self, store: LibcloudStore, key: str, size_bytes: int) -> None:
+        self._store = store
+        self._key = key
+        self.size_bytes = size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset`` on."""
+        length = buffer.nbytes
+        part = memoryview(b"")
+        if length and offset + length <= self.size_bytes:
+            part = self._store.read_range(self._key, offset, length)
+        if part.nbytes != length:
+            raise DamagedError(
+                f"{self._key} ends before byte {offset + length:,}.",
+                path=self._key,
+                expected=offset + length,
+                found=offset + part.nbytes,
+            )
+        buffer.cast("B")[:] = part
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _cut(stream: Any, start: int, length: int) -> memoryview:
+    """Return a range of what a stream gives, for drivers that cannot begin in the middle."""
+    found, place = bytearray(), 0
+    for piece in stream:
+        low, high = max(start - place, 0), min(start + length - place, len(piece))
+        if low < high:
+            found += piece[low:high]
+        place += len(piece)
+        if place >= start + length:
+            break
+    return memoryview(found)
+
+
+def _seconds(modified: Any) -> float:
+    """Return a time of change in seconds since 1970; drivers give numbers or texts of two kinds."""
+    if isinstance(modified, int | float):
+        return float(modified)
+    from datetime import datetime
+    from email.utils import parsedate_to_datetime
+
+    text = str(modified)
+    for parse in (datetime.fromisoformat, parsedate_to_datetime):
+        try:
+            return parse(text.replace("Z", "+00:00")).timestamp()
+        except (TypeError, ValueError):
+            continue
+    return 0.0
