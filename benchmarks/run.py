@@ -99,10 +99,11 @@ def measure_ranks(measure: Measure, *, num_ranks: int) -> None:
 
     figures, size = measure(f"{num_ranks} ranks", claim)
     title = f"{num_ranks} ranks, FSDP2 and AdamW, {size / 1e9:.2f} GB"
-    blocking = ["milepost blocking", "dcp.async_save blocking"]
+    peers = ["dcp.async_save", "dcp.async_save, memory kept"]
+    blocking = ["milepost blocking", *(f"{name} blocking" for name in peers)]
     rows = ratios(figures, "copy", blocking, is_rate=False)
     table(f"{title}: blocking time, times a warm copy of the rank's part", COLUMNS, rows)
-    names = ["milepost", "dcp.save", "dcp.async_save", "dcp.save into milepost"]
+    names = ["milepost", "dcp.save", *peers, "dcp.save into milepost"]
     rows = ratios(figures, "write limit", names, is_rate=True)
     table(f"{title}: durable save, share of the direct write rate", COLUMNS, rows)
     rows = ratios(figures, "read limit", loads, is_rate=True)

@@ -18,6 +18,7 @@ from ..stores.base import Store
 from ..stores.pages import page_memory
 from ..tensors.boxes import Box
 from .pieces import piece_rows
+from .plan import part_order
 from .stream import Fill, part_job
 from .write import NUM_THREADS, FileJob, file_job, write_files
 
@@ -82,7 +83,7 @@ def write_boxes(
     table: dict[str, Any] = {}
     for item, boxes in items.items():
         file = part_file(item, rank=rank)
-        ordered = sorted(boxes, key=lambda one: -ITEM_SIZES[one.code])
+        ordered = sorted(boxes, key=lambda o: part_order(ITEM_SIZES[o.code], o.num_bytes))
         header, entries = encode_header(
             [(one.part_key, one.code, one.box.sizes, one.num_bytes) for one in ordered],
             metadata={"format": "pt"},

@@ -1,8 +1,9 @@
 """The plan: which tensor lies where in which part, and where that is in the arena.
 
-Tensors of one part are sorted by element size, so that each is aligned to its own elements. What a
-run does not train goes into a part of its own, which can be shared with the checkpoint before. The
-plan depends on names, dtypes and shapes alone and is used again as long as those stay.
+Tensors of one part are sorted by element size, so that each is aligned to its own elements, and
+small ones lie together. What a run does not train goes into a part of its own, which can be shared
+with the checkpoint before. The plan depends on names, dtypes and shapes alone and is used again as
+long as those stay.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from ..format.header import ITEM_SIZES, PAGE_BYTES, StoredTensor, encode_header
 from ..format.layout import part_file
 from ..tensors.pack import Leaf, PackedItem
 
-__all__ = ["PartPlan", "Plan", "make_plan"]
+__all__ = ["PartPlan", "Plan", "make_plan", "part_order"]
 
 FROZEN = "frozen"
+_SMALL_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +109,29 @@ def make_plan(
     return Plan(tuple(parts), start, signature)
 
 
+def part_order(item_bytes: int, num_bytes: int) -> tuple[int, bool]:
+    """Return what to sort the tensors of a part by.
+
+    Larger elements come first, so that each tensor is aligned to its own. Of those of one size the
+    small tensors come first: a rank that wants only them, such as the step counters of an optimizer
+    whose moments are on other ranks, finds them in one block.
+
+    Args:
+        item_bytes: Bytes of an element.
+        num_bytes: Bytes of the tensor.
+    """
+    return -item_bytes, num_bytes > _SMALL_BYTES
+
+
 def _plan_part(
     item: PackedItem, chosen: Sequence[int], file: str, *, is_frozen: bool, arena_start: int
 ) -> PartPlan:
-    def alignment(index: int) -> int:
+    def place(index: int) -> tuple[int, bool]:
         leaf = item.leaves[index]
         # Raw bytes of a dtype without a code are still copied as that dtype.
-        return max(ITEM_SIZES[leaf.code], leaf.tensor.itemsize)
+        return part_order(max(ITEM_SIZES[leaf.code], leaf.tensor.itemsize), leaf.num_bytes)
 
-    order = sorted(chosen, key=alignment, reverse=True)
+    order = sorted(chosen, key=place)
     described: list[Leaf] = [item.leaves[index] for index in order]
     header, tensors = encode_header(
         [(leaf.part_key, leaf.code, leaf.shape, leaf.num_bytes) for leaf in described],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import pytest
@@ -14,12 +15,14 @@ from safetensors.torch import load
 from milepost.engine import stream
 from milepost.engine.live import LiveBytes
 from milepost.engine.loose import LooseBox, write_boxes
+from milepost.engine.plan import make_plan
 from milepost.errors import NoSpaceError
 from milepost.format.digest import BLOCK_BYTES
 from milepost.format.header import encode_header
 from milepost.format.manifest import FileEntry
 from milepost.stores.memory import MemoryStore
 from milepost.tensors.boxes import Box, covers_once
+from milepost.tensors.pack import pack_item
 
 
 def loose(key: str, value: torch.Tensor) -> LooseBox:
@@ -111,3 +114,19 @@ def test_covering_once_is_what_counting_every_element_says(pieces: list[Box], wh
     assert covers_once([Box((), ())], Box((), ()))
     assert not covers_once([Box((), ())] * 2, Box((), ()))
     assert math.prod(whole.sizes) == len(tiles)
+
+
+def test_small_tensors_lie_together_before_large_ones() -> None:
+    """Whoever wants only them, as ranks want the counters of all, reads one block of the part."""
+    values = {f"t{n}": torch.zeros(1 if n % 2 else 3_000_000) for n in range(6)}
+    store = MemoryStore()
+    write_boxes(store, "c", {"model": [loose(k, v) for k, v in values.items()]}, rank=0)
+    placed = pack_item("model", values)
+    (part,) = make_plan([placed]).parts
+    for small in ("t1", "t3", "t5"):
+        entry = next(one for one in part.tensors if one.key == small)
+        assert entry.stop <= len(part.header) + 12
+    table = json.loads(store.get("c/index-r00000.json"))["items"]["model"]["pieces"]
+    assert max(row[7] for row in table if row[2] == [1]) <= min(
+        row[6] for row in table if row[2] != [1]
+    )
