@@ -204,7 +204,7 @@ class Uploader:
         if run is not None and folder is not None:
             name = os.path.relpath(os.path.realpath(folder), run)
         else:
-            name = checkpoint.url.removeprefix(self._store.url.rstrip("/") + "/")
+            name = checkpoint.url.removeprefix(self._store.url + "/")
         if "/" in name or name in (".", "..") or not name:
             raise UsageError(
                 f"{checkpoint.url} is not a folder right in the run at {self._store.url}.",
