@@ -276,3 +276,65 @@ def test_ranks_that_come_and_go_at_random_use_each_sample_once(tmp_path: Path) -
         before = [sample for batch, sample in used[epoch] if batch < last]
         assert len(before) == len(set(before))
         assert len(samples) - 203 < 4
+
+
+TRAINER = """
+    import json
+    from pathlib import Path
+    from milepost.train import Callback, Event, Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+        def forward(self, batch):
+            return self.layer(batch[0][:, None].float() / 50)
+        def loss(self, outputs, batch):
+            return (outputs - 1).square().mean()
+
+    class Log(Callback):
+        def __init__(self, file):
+            self.file = file
+        def run_event(self, event, state):
+            if event is Event.BATCH_START:
+                row = [state.timer.epoch, state.timer.batch, state.batch[0].tolist()]
+                print(json.dumps(row), file=self.file, flush=True)
+
+    def train(folder, life, until, batch_size):
+        net = Net()
+        with Path(folder, f"log-{life}-{rank}").open("w") as file:
+            trainer = Trainer(
+                model=net,
+                train_dataloader=DataLoader(TensorDataset(torch.arange(50)), batch_size,
+                                            shuffle=True),
+                max_duration=until,
+                optimizers=torch.optim.SGD(net.parameters(), lr=0.1),
+                callbacks=Log(file),
+                save_folder=folder + "/run",
+                save_interval="1ba",
+                resume="auto",
+                progress_bar=False,
+                seed=5,
+            )
+            trainer.fit()
+            give(timer=trainer.state.timer.snapshot(), steps=trainer.state.steps_per_epoch)
+            trainer.close()
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+def test_a_trainer_goes_on_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """A plain loader that shuffles is dealt out too, and an epoch's steps are told as they are."""
+    seen: dict[int, list[int]] = defaultdict(list)
+    lives = ((3, "3ba", 2, 9), (2, "6ba", 3, 9), (4, "8ba", 2, 7), (2, "2ep", 4, 7))
+    for life, (num_ranks, until, batch_size, num_steps) in enumerate(lives):
+        call = f"    train({str(tmp_path)!r}, {life}, {until!r}, {batch_size})\n"
+        given = run_ranks(TRAINER + call, num_ranks)
+        assert {one["steps"] for one in given} == {num_steps}
+        for epoch, _, samples in chain.from_iterable(rows(tmp_path, life, num_ranks)):
+            seen[epoch] += samples
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(50))
+    assert seen[0] != seen[1]
+    assert given[0]["timer"]["sample"] == 100

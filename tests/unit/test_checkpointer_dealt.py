@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import milepost as mp
+from milepost.resumption import Resumption
+from milepost.state.batch_in_hand import BatchInHand
 from milepost.state.rng import capture_rng, derived_rng
+from milepost.state.source import MemorySource
+from milepost.state.tracked import Tracked
 from milepost.train import ResumableSampler
 
 
@@ -166,3 +171,22 @@ def test_no_two_ranks_share_a_stream_after_the_number_of_ranks_has_grown():
     drawn = [draws(state) for state in states]
     for column in zip(*drawn, strict=True):
         assert len(set(column)) == 8
+
+
+@pytest.mark.parametrize(("num_stored", "is_own"), [(1, False), (2, True)])
+def test_a_rank_that_a_source_does_not_know_draws_its_own_numbers(num_stored, is_own):
+    """Also where a running training is led back, to a checkpoint of fewer ranks."""
+    states = []
+    for seed in range(num_stored):
+        torch.manual_seed(seed)
+        states.append(capture_rng())
+    tracked = Tracked()
+    team = SimpleNamespace(rank=1, world_size=2)
+    resumption = Resumption(tracked, SimpleNamespace(team=team), BatchInHand(), strict=True)
+    torch.manual_seed(77)
+    resumption.restore(MemorySource("a file", {"rng": states}), items=None, strict=None)
+    found = torch.rand(1).item()
+    torch.manual_seed(1)
+    assert (found == torch.rand(1).item()) is is_own
+    torch.manual_seed(0)
+    assert found != torch.rand(1).item()
