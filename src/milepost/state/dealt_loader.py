@@ -135,7 +135,8 @@ class DealtLoader(ResumableLoader):
     def misfit(self, state: Mapping[str, Any]) -> str | None:
         """Return why a stored position does not fit this loader, or ``None`` if it does."""
         position, kind = state["position"], state["kind"]
-        if type(position) is not int or (kind == self.kind and not _is_whole(state)):
+        is_counted = type(position) is int and position >= 0
+        if not is_counted or (kind == self.kind and not _is_whole(state)):
             return "The stored position of a loader is malformed."
         if not position:
             return None
@@ -225,8 +226,11 @@ class DealtLoader(ResumableLoader):
 def _is_whole(state: Mapping[str, Any]) -> bool:
     numbers = [state.get(name) for name in ("samples", "epoch", "length", "num_replicas")]
     start = state.get("start")
-    is_counted = all(type(number) is int and number >= 0 for number in numbers)
-    return is_counted and isinstance(start, Mapping) and "order" in start
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        return False
+    is_begun = bool(state["position"])
+    is_within = state["samples"] <= state["length"] and bool(state["samples"]) is is_begun
+    return is_within and isinstance(start, Mapping) and "order" in start
 
 
 def _require_batches(sampler: ResumableSampler) -> None:
