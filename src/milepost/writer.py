@@ -84,7 +84,7 @@ class RunWriter:
             tell(self.team, timeout_s=self.options.rank_timeout_s)
         except BaseException:
             if self._saver is None:
-                self.team.leave(timeout_s=_LEAVE_TIMEOUT_S)
+                self._leave()
             raise
 
     def open(self, restore: Restore, *, check: Restore, origin: Checkpoint | None = None) -> None:
@@ -108,7 +108,7 @@ class RunWriter:
         try:
             opened = opening.open(restore, check=check, origin=origin)
         except BaseException:
-            self.team.leave(timeout_s=_LEAVE_TIMEOUT_S)
+            self._leave()
             raise
         self.session, self.resumed_from = opened.session, opened.resumed_from
         self.notes += opened.notes
@@ -134,8 +134,11 @@ class RunWriter:
         """Leave the run. A save that is still in flight goes on, and is looked at when it ends."""
         if not self._unsettled:
             unwatch(self._unsettled)
-            self.team.leave(timeout_s=_LEAVE_TIMEOUT_S)
+            self._leave()
         self._saver = None  # it refers back to us, and holds memory of the size of the state
+
+    def _leave(self) -> None:
+        self.team.leave(timeout_s=min(_LEAVE_TIMEOUT_S, self.options.rank_timeout_s))
 
     def save(self, items: Sequence[PackedItem], request: SaveRequest) -> PendingSave[Checkpoint]:
         """Save a state; see ``Saver.save``. Errors of earlier saves come out here."""

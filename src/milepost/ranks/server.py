@@ -165,7 +165,7 @@ class Server:
 def _leader_gone(error: BaseException) -> RankFailedError:
     return RankFailedError(
         f"Rank 0 cannot be reached any more: {error}",
-        safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
+        safe="Earlier checkpoints are intact; whether this one was committed shows in the run.",
         hint="Look at the log of rank 0, and start all ranks again.",
         rank=0,
     )

@@ -279,9 +279,12 @@ def _apart(task: str, others: dict[int, str]) -> RankFailedError:
 def _missing(task: str, ranks: list[int], timeout_s: float, own: Outcome | None) -> DeadlineError:
     named = ", ".join(map(str, ranks))
     also = f" Rank 0 itself failed: {own.what}" if own is not None and own.is_failure else ""
+    safe = "Nothing was committed by this attempt; earlier checkpoints are intact."
+    if ranks == [0]:  # it may still be about to commit
+        safe = "Earlier checkpoints are intact; whether this one was committed shows in the run."
     return DeadlineError(
         f"Rank {named} did not come within {timeout_s:g} s to {task}.{also}",
-        safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
+        safe=safe,
         hint="Every rank must save and restore at the same points; a rank that failed says so in "
         "its own log.",
         ranks=ranks,
