@@ -111,7 +111,7 @@ def cache_folder() -> Path:
     """
     named = os.environ.get(CACHE_VARIABLE)
     if named:
-        return Path(named).expanduser().absolute() / "milepost-copies"
+        return Path(named).expanduser().absolute() / f"milepost-copies-{os.getuid()}"
     folder = Path(tempfile.gettempdir(), f"milepost-copies-{os.getuid()}").absolute()
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -20,6 +20,7 @@ from ..format import tree
 from ..format.layout import ATTEMPT, check_name
 from ..format.manifest import FileEntry, Manifest
 from ..liveness import note_commit
+from ..metrics import flatten
 from ..runs.folders import candidates
 from ..runs.keep import KeepPolicy, may_give_up
 from ..runs.manifests import ManifestCache
@@ -30,7 +31,6 @@ from ..runs.sessions import Session
 from ..stores.base import Store
 from ..version import __version__
 from .files import check_path, find_files
-from .metrics import flatten
 
 __all__ = ["Committer", "RunFacts", "asked_validation", "nested_metrics"]
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Checkpoint, Place, open_run
 from ..errors import MissingError, UsageError
+from ..metrics import flatten, with_found
 from ..runs.keep import Record
 from ..runs.scan import Found, RunView, number_of, scan
 from ..stores.base import Store
 from .commit import nested_metrics
 from .config import CheckpointConfig, ReportedCheckpointStatus, ranked_worst_first
 from .history import config_of, read_history
-from .metrics import flatten, with_found
 
 if TYPE_CHECKING:
     import pandas as pd

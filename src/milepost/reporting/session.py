@@ -29,6 +29,7 @@ from ..errors import (
 )
 from ..exit_check import unwatch, watch
 from ..liveness import beat
+from ..metrics import flatten, plain_metrics
 from ..opening import Resume, WriterOptions
 from ..ranks.board import Board, LocalBoard
 from ..ranks.outcome import Outcome
@@ -40,7 +41,6 @@ from .commit import RunFacts
 from .config import CheckpointConfig, CheckpointConsistencyMode, CheckpointUploadMode
 from .context import TrainContext, ranks_here
 from .leader import Leader, leave, leave_unopened, refuse_finished, see_opened
-from .metrics import flatten, plain_metrics
 from .result import ReportedCheckpoint, Result, reported_checkpoints
 from .stack import Stack
 from .upload import Upload, Uploader, UploadFn

@@ -41,6 +41,7 @@ __all__ = [
     "Request",
     "Validation",
     "ValidationStatus",
+    "VerdictCache",
     "begin_attempt",
     "delete_validation",
     "end_attempt",

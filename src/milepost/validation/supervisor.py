@@ -27,27 +27,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from ..errors import CheckpointError, DeadlineError, FormatError, MissingError, UsageError
+from ..errors import CheckpointError, DeadlineError, UsageError
 from ..format import tree
-from ..format.layout import RUN
 from ..processes.keeping import Keeper
-from ..runs.manifests import read_manifest
 from ..runs.validations import (
     Request,
     Validation,
     ValidationStatus,
+    VerdictCache,
     begin_attempt,
-    delete_validation,
     end_attempt,
     list_validations,
-    read_request,
     record_verdict,
     request_validation,
     validation_id,
 )
 from ..stores.base import Store
-from ..stores.url import open_store
 from .config import ValidationConfig, ValidationTaskConfig
+from .items import Item, pending_items, place_of, too_often
 from .process import ValidationProcess
 
 __all__ = ["Validations"]
@@ -59,21 +56,10 @@ _WAKE = ""
 
 
 @dataclass(slots=True)
-class _Item:
-    """A validation without a verdict."""
-
-    name: str
-    write_id: str
-    request: Request
-    num_attempts: int = 0
-    last_number: int = 0
-
-
-@dataclass(slots=True)
 class _Running:
     """A validation whose process runs."""
 
-    item: _Item
+    item: Item
     process: ValidationProcess
     due_s: float
     timeout_s: float
@@ -109,11 +95,12 @@ class Validations:
         self._config = config
         self._on_verdict = on_verdict
         self._function, self._sys_path = config.reference
-        self._place = _place_of(store)
+        self._place = place_of(store)
         self._changed = threading.Condition()
-        self._queue: deque[_Item] = deque()
+        self._queue: deque[Item] = deque()
         self._running: dict[str, _Running] = {}
         self._lost: dict[str, BaseException] = {}
+        self._verdicts: VerdictCache = {}
         self._to_tell: queue.SimpleQueue[Validation] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -136,20 +123,19 @@ class Validations:
         if self._is_closed:
             raise UsageError("The validations of this run were closed.")
         request_validation(self._store, name, write_id, request)
-        self._take_on([_Item(name, write_id, request)])
+        self._take_on([Item(name, write_id, request)])
 
     def resume_pending(self) -> int:
         """Take on what was asked for in an earlier life and has no verdict; return how many."""
         items = []
-        for found in list_validations(self._store).values():
-            if not found.is_pending:
+        for item, error in pending_items(self._store):
+            if error is None:
+                items.append(item)
                 continue
-            order = self._find(found)
-            if order is not None:
-                items.append(order)
-        items.sort(key=lambda one: one[0])
+            text = f"The request is lost: {error}"
+            self._settle(item, ValidationStatus.FAILED, error=text)
         self._tell()
-        return self._take_on([item for _, item in items])
+        return self._take_on(items)
 
     def pending(self) -> list[str]:
         """Return the checkpoints whose validation this process has taken on and not ended."""
@@ -209,29 +195,7 @@ class Validations:
                 hint="A process hangs in the kernel, most often on a disk that does not answer.",
             )
 
-    def _find(self, found: Validation) -> tuple[tuple[int, int], _Item] | None:
-        """Return a pending validation as work to do; one without a checkpoint is forgotten."""
-        try:
-            manifest = read_manifest(self._store, found.name)
-        except MissingError:
-            manifest = None
-        except FormatError as error:
-            _log.warning("%s is not validated: %s", found.name, error)
-            return None
-        if manifest is None or validation_id(manifest.write_id) != found.id:
-            delete_validation(self._store, found.name, found.id)
-            return None
-        item = _Item(
-            found.name, manifest.write_id, Request(), found.num_attempts, found.last_number
-        )
-        try:
-            item.request = read_request(self._store, found.name, manifest.write_id)
-        except (FormatError, MissingError) as error:
-            self._settle(item, ValidationStatus.FAILED, error=f"The request is lost: {error}")
-            return None
-        return (manifest.session, manifest.attempt), item
-
-    def _take_on(self, items: list[_Item]) -> int:
+    def _take_on(self, items: list[Item]) -> int:
         with self._changed:
             known = {one.write_id for one in self._queue} | set(self._running)
             new = [one for one in items if one.write_id not in known]
@@ -315,10 +279,7 @@ class Validations:
                 item = self._queue[0]
             running = None
             try:
-                if item.num_attempts > self._config.max_retries:
-                    self._settle(item, ValidationStatus.FAILED, error=_too_often(item))
-                else:
-                    running = self._start(item, keeper)
+                running = self._start(item, keeper)
             except CheckpointError as error:
                 self._lose(item, error)
             with self._changed:
@@ -327,11 +288,9 @@ class Validations:
                     self._running[item.write_id] = running
             self._tell()
 
-    def _start(self, item: _Item, keeper: Keeper) -> _Running | None:
-        listed = list_validations(self._store)
-        known = listed.get((item.name, validation_id(item.write_id)))
-        if known is not None and not known.is_pending:
-            return None  # asked for twice, or settled by another process
+    def _start(self, item: Item, keeper: Keeper) -> _Running | None:
+        if not self._may_start(item):
+            return None
         item.last_number = begin_attempt(self._store, item.name, item.write_id, item.last_number)
         item.num_attempts += 1
         task = self._task_of(item)
@@ -341,7 +300,21 @@ class Validations:
         timeout_s = item.request.timeout_s or self._config.task_config.timeout_s or math.inf
         return _Running(item, process, time.monotonic() + timeout_s, timeout_s)
 
-    def _task_of(self, item: _Item) -> Mapping[str, Any]:
+    def _may_start(self, item: Item) -> bool:
+        """Look at the records once more: others may have tried, or have come to a verdict."""
+        listed = list_validations(self._store, self._verdicts)
+        known = listed.get((item.name, validation_id(item.write_id)))
+        if known is None:
+            return True
+        item.num_attempts, item.last_number = known.num_attempts, known.last_number
+        if not known.is_pending:
+            return False
+        if item.num_attempts > self._config.max_retries:
+            self._settle(item, ValidationStatus.FAILED, error=f"{too_often(item)} {known.error}")
+            return False
+        return True
+
+    def _task_of(self, item: Item) -> Mapping[str, Any]:
         kwargs = {**(self._config.task_config.fn_kwargs or {}), **item.request.fn_kwargs}
         return {
             "fn": self._function,
@@ -391,13 +364,13 @@ class Validations:
             return False
         _log.warning("The validation of %s died: %s", item.name, text)
         if item.num_attempts > self._config.max_retries:
-            self._settle(item, ValidationStatus.FAILED, error=f"{_too_often(item)} {text}")
+            self._settle(item, ValidationStatus.FAILED, error=f"{too_often(item)} {text}")
             return False
         return True
 
     def _settle(
         self,
-        item: _Item,
+        item: Item,
         status: ValidationStatus,
         *,
         metrics: Mapping[str, Any] | None = None,
@@ -417,7 +390,7 @@ class Validations:
             _log.warning("%s: %s. %s", item.name, verdict.status, verdict.error)
         self._to_tell.put(verdict)
 
-    def _lose(self, item: _Item, error: CheckpointError) -> None:
+    def _lose(self, item: Item, error: CheckpointError) -> None:
         """Go on without a validation that cannot be recorded; it stays pending on record."""
         _log.warning("The validation of %s has no verdict on record: %s", item.name, error)
         with self._changed:
@@ -442,24 +415,3 @@ class Validations:
             left, self._running = list(self._running.values()), {}
         for one in left:
             one.process.close()
-
-
-def _too_often(item: _Item) -> str:
-    times = "once" if item.num_attempts == 1 else f"{item.num_attempts} times"
-    return f"Its process was started {times} and brought no answer."
-
-
-def _place_of(store: Store) -> str:
-    """Return how another process opens a store."""
-    path = store.local_path(RUN)
-    if path is not None:
-        return path.rpartition("/")[0]
-    try:
-        open_store(store.url)
-    except UsageError as error:
-        raise UsageError(
-            f"Validations run in processes of their own, which cannot open {store.url}.",
-            hint="Use a store that open_store opens by its URL.",
-            path=store.url,
-        ) from error
-    return store.url

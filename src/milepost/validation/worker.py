@@ -20,7 +20,7 @@ from typing import Any
 from ..checkpoint import Checkpoint
 from ..errors import MissingError, UsageError
 from ..format import canonical, tree
-from ..naming import as_number
+from ..metrics import flatten, plain_metrics
 from ..processes.functions import find_function
 from ..processes.parent import end_with_parent
 from ..runs.scan import State
@@ -33,7 +33,6 @@ MAX_ANSWER_BYTES = 512 * 1024
 
 _LEAVE_S = 10.0
 _MAX_ERROR_CHARACTERS = 20_000
-_MAX_DEPTH = 20
 
 
 def main(folder: Path) -> None:
@@ -74,8 +73,7 @@ def _answer(task: Mapping[str, Any]) -> dict[str, Any]:
             f"{task['fn']} returned a {type(metrics).__qualname__} and no dictionary of metrics.",
             hint='Return something like {"loss": 0.1}; an empty dictionary is one, too.',
         )
-    found: dict[str, Any] = {}
-    _flatten(metrics, "", 0, found)
+    found = flatten(plain_metrics(metrics))
     answer = {"metrics": tree.encode(found, path=("metrics",))}
     if len(canonical.dump(answer)) > MAX_ANSWER_BYTES:
         raise UsageError(
@@ -83,26 +81,6 @@ def _answer(task: Mapping[str, Any]) -> dict[str, Any]:
             hint="Return numbers, and keep everything else in files of your own.",
         )
     return answer
-
-
-def _flatten(metrics: Mapping[Any, Any], before: str, depth: int, found: dict[str, Any]) -> None:
-    """Collect plain values under keys such as ``val/loss``."""
-    if depth > _MAX_DEPTH:
-        raise UsageError(f"The metrics nest deeper than {_MAX_DEPTH} levels.", name=before)
-    for key, value in metrics.items():
-        if not isinstance(key, str) or not key:
-            raise UsageError(f"A metric has the key {key!r}, which is no text.")
-        name = before + key
-        if isinstance(value, Mapping):
-            _flatten(value, f"{name}/", depth + 1, found)
-        elif name in found:
-            raise UsageError(f"Two metrics are called {name!r}.", name=name)
-        elif value is None or isinstance(value, str):
-            found[name] = value if value is None else str(value)
-        else:
-            number = as_number(name, value)
-            plain = bool if isinstance(number, bool) else int if isinstance(number, int) else float
-            found[name] = plain(number)
 
 
 def _write(folder: Path, answer: Mapping[str, Any]) -> None:

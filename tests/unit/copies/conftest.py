@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 from pathlib import Path
 
@@ -45,4 +46,4 @@ def make_remote(far):
 def cache(tmp_path, monkeypatch):
     """Name a cache in the environment, for child processes too, and return its folder."""
     monkeypatch.setenv("MILEPOST_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "milepost-copies"
+    return tmp_path / "cache" / f"milepost-copies-{os.getuid()}"

@@ -180,7 +180,7 @@ def train(config):
 
 def test_what_was_found_lies_over_what_was_reported():
     """Nested as it was reported; new names as they came."""
-    from milepost.reporting.metrics import flatten, with_found
+    from milepost.metrics import flatten, with_found
 
     reported = {"n": 1, "val": {"loss": 5.0, "deep": {"a": 1, "b": 2}}, "x": {}}
     found = {"val/loss": -1.0, "val/deep/b": 3, "val/new": 4, "score": 101.0, "n": 2}

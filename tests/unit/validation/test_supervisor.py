@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -343,3 +344,43 @@ validations.submit("ep1", {write_id!r})
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT_S)
     assert run.validation("ep1").status is VALIDATED
+
+
+def test_an_interrupt_ends_the_wait_and_leaves_no_process(run, tmp_path):
+    """Ctrl-C at the end of a training: once is enough, and nothing is lost."""
+    write_id = run.save("ep1")
+    program = f"""
+from milepost.stores import LocalStore
+from milepost.validation.config import ValidationConfig, ValidationTaskConfig
+from milepost.validation.supervisor import Validations
+task = ValidationTaskConfig(fn_kwargs={{"log": {str(tmp_path / "log")!r}}})
+config = ValidationConfig("validators:hangs", task, sys_path=({str(Path(__file__).parent)!r},))
+validations = Validations(LocalStore({str(run.folder)!r}), run_id="", config=config)
+validations.submit("ep1", {write_id!r})
+validations.close(timeout_s=600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
+        pids = hear_pids(tmp_path / "log")
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=WAIT_S)
+    assert b"KeyboardInterrupt" in told
+    assert gone(pids)
+    found = run.validation("ep1")
+    assert (found.is_pending, found.num_attempts) == (True, 0)
+
+
+def test_asking_again_in_a_later_life_does_not_start_the_count_anew(run, supervise, tmp_path):
+    """Whoever submits in place of resuming must not feed a poison pill for ever."""
+    log = tmp_path / "log"
+    options = {"fn_kwargs": {"how": "exit", "log": str(log)}, "max_retries": 1}
+    write_id = run.save("ep1")
+    from milepost.runs.validations import Request, begin_attempt, request_validation
+
+    request_validation(run.store, "ep1", write_id, Request({}, None))
+    begin_attempt(run.store, "ep1", write_id, 0)
+    validations = supervise("dies", **options)
+    validations.submit("ep1", write_id)
+    validations.wait(timeout_s=WAIT_S)
+    found = run.validation("ep1")
+    assert (found.status, found.num_attempts) == (FAILED, 2)
+    assert len(log.read_text().split()) == 1

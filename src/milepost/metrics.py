@@ -1,12 +1,15 @@
-"""Metrics as they are reported: plain values, nested as they were, and flat for scoring."""
+"""Metrics as they are reported, or found by a validation.
+
+Plain values, nested as they were given, and flat for scoring.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import UsageError
-from ..naming import as_number
+from .errors import UsageError
+from .naming import as_number
 
 __all__ = ["flatten", "plain_metrics", "with_found"]
 
