@@ -12,6 +12,7 @@ from .callbacks import EarlyStop
 from .data import DataSpec
 from .evaluator import Evaluator
 from .events import Event
+from .parallel import settle_gradients
 from .precision import Precision
 from .state import State
 from .trainer import Trainer
@@ -31,4 +32,5 @@ __all__ = [
     "TimeUnit",
     "Timer",
     "Trainer",
+    "settle_gradients",
 ]

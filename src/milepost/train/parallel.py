@@ -36,6 +36,7 @@ __all__ = [
     "layout_of",
     "prepare",
     "reshard",
+    "settle_gradients",
     "share_buffers",
     "without_sync",
     "wrap",
@@ -162,7 +163,7 @@ def wrap(model: torch.nn.Module, parallel: Parallel, group: Group) -> torch.nn.M
     )
     wrapped = DistributedDataParallel(model) if is_plain and parallel == "ddp" else model
     if isinstance(wrapped, DistributedDataParallel):
-        _settle_gradients(wrapped)
+        settle_gradients(wrapped)
     return wrapped
 
 
@@ -171,10 +172,16 @@ def without_sync(model: torch.nn.Module) -> AbstractContextManager[Any]:
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
-def _settle_gradients(model: DistributedDataParallel) -> None:
+def settle_gradients(model: DistributedDataParallel) -> None:
     """Make torch lay out the gradients for good, as a function of the parameters' order alone.
 
-    Models that torch treats in another way, or that somebody listens to, are left alone.
+    Without it the first batch of a process sums gradients in another order than later ones, and
+    where more than two ranks do, a resumed training differs in its last bits. Every rank must call
+    it, right after the model was wrapped; the :class:`Trainer` does. One backward pass is made, and
+    neither weights, buffers nor random numbers change.
+
+    Models that torch treats in another way (``static_graph``, ``find_unused_parameters``, hooks of
+    communication), and those with hooks of their own, are left alone.
     """
     module: torch.nn.Module = model.module
     trained = [p for p in module.parameters() if p.requires_grad]
