@@ -166,3 +166,55 @@ def test_a_split_model_is_one_model_and_goes_on_in_any_other_split(tmp_path: Pat
     assert sum(one.size_bytes for one in mp.open_run(b).get("three").manifest.files) > 0
     model, optimizer = whole()
     assert mp.open_run(b).get("three").load_weights(model, strict=True).is_exact
+
+
+def test_stages_that_are_sharded_and_tied_to_each_other_are_one_model(tmp_path: Path) -> None:
+    """Two stages on two ranks each; the last one has the embedding too, under both of its names."""
+    body = f"""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    is_first = mesh["pp"].get_local_rank() == 0
+    module = cut([0, 1], first=True) if is_first else cut([2, 3], last=True)
+    if not is_first:
+        module.embed = nn.Embedding(5, 4)
+        module.embed.weight = module.head.weight
+    for p in module.parameters():
+        p.requires_grad_(True)
+    fully_shard(module, mesh=mesh["dp"])
+    optimizer = optimizer_of(module)
+    with mp.Checkpointer({str(tmp_path)!r}, model=mp.Stage(module), optimizer=optimizer) as run:
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        run.save("x", wait=True)
+    before = [p.to_local().detach().clone() for p in module.parameters()]
+    for p in module.parameters():
+        p.to_local().detach().zero_()
+    again = optimizer_of(module)
+    with mp.Checkpointer({str(tmp_path)!r}, model=mp.Stage(module), optimizer=again) as run:
+        after = [p.to_local().detach() for p in module.parameters()]
+        give(
+            same=all(map(torch.equal, before, after)),
+            moments=all(
+                torch.equal(value.to_local(), optimizer.state[p][key].to_local())
+                for p, state in again.state.items()
+                for key, value in state.items() if key != "step"
+            ),
+        )
+    """
+    leave = "    dist.destroy_process_group()\n    sys.stdout.flush()\n    os._exit(0)\n"
+    given = run_ranks(BUILD + body + leave, 4)
+    assert given == [{"same": True, "moments": True}] * 4
+    model, optimizer = whole()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model.layers["1"].bias.requires_grad_(True)
+    checkpoint = mp.open_run(tmp_path).get("x")
+    with mp.Checkpointer(str(tmp_path / "one"), model=model, optimizer=optimizer) as run:
+        assert run.restore(checkpoint).is_exact
+    # The first step of Adam is one learning rate; of matrices that and a decay.
+    for name, p in model.named_parameters():
+        rate, decay = (0.1, 0.01) if p.dim() > 1 else (0.2, 0.0)
+        torch.testing.assert_close(p, expected[name] * (1 - rate * decay) - rate)
+        assert optimizer.state[p]["step"] == 1.0

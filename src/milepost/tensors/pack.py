@@ -253,6 +253,9 @@ class _Packer:
             )
         plain_key = "/".join(map(tree.key_text, path[1:])) or "value"
         identity = _identity(value)
+        if identity and self._holders is not None:
+            # Names that other ranks hold too are one only where those tie them as well.
+            identity = (*identity, self._holders(path))
         key = self._seen.get(identity) if identity else None
         if key is None:
             key = self._free_key(plain_key)

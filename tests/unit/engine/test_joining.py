@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import milepost as mp
 from milepost.engine.joining import _join, merge
 from milepost.state.holders import Holders, join_places
+from milepost.tensors.pack import pack_item
 
 
 def tensor(key: str) -> dict[str, str]:
@@ -92,3 +94,14 @@ def test_ranks_learn_who_holds_what() -> None:
     assert holders(("model", "b")) == (0, 1)
     assert holders(("model", "new")) == (1,)
     assert Holders(0, {("state", "x/y"): (2, 3)})(("o", "state", "x/y", "exp_avg")) == (2, 3)
+
+
+def test_tied_names_that_other_ranks_do_not_tie_are_kept_apart() -> None:
+    """One rank would call the tensor by the one name, and another rank by the other."""
+    weight = torch.ones(3)
+    held = {("head",): (1,), ("embed",): (0, 1), ("again",): (1,)}
+    value = {"head": weight, "embed": weight, "again": weight}
+    item = pack_item("model", value, home="spread", holders=Holders(1, held))
+    assert item.tree["embed"]["key"] == "embed"
+    assert item.tree["head"]["key"] == item.tree["again"]["key"] == "head"
+    assert {leaf.key: leaf.replicas for leaf in item.leaves} == {"head": (1,), "embed": (0, 1)}
