@@ -140,6 +140,11 @@ class ParameterNames:
         """Return what a parameter is made of, if it was flattened."""
         return tuple(self._shares.get(id(parameter), ()))
 
+    @property
+    def are_alike(self) -> bool:
+        """Return whether every rank has all parameters whole, or as ``DTensor``."""
+        return not self._shares and not self._staged
+
     def is_staged(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter belongs to a stage, so that other ranks have others."""
         return id(parameter) in self._staged

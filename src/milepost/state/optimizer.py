@@ -93,8 +93,10 @@ class OptimizerPart(Alike):
     def spread(self) -> Collection[Place] | None:
         """Return the parameters whose state this rank has, if other ranks have other state."""
         names = self._get_names()
-        slots = [slot for group in self._held_slots(()) for slot in group]
         is_same = holder_of(self.optimizer) is self.optimizer
+        if is_same and names.are_alike:
+            return None
+        slots = [slot for group in self._held_slots(()) for slot in group]
         if is_same and not any(slot.shares or names.is_staged(slot.parameter) for slot in slots):
             return None
         return {("state", name) for slot in slots for name in slot.held}

@@ -66,6 +66,7 @@ class Tracked:
         self._parts: dict[str, Part] = {}
         self._homes: dict[str, Home] = {}
         self._holders: dict[str, Holders] = {}
+        self._names_now: list[ParameterNames] = []
         self._rank = 0
 
     def __contains__(self, name: str) -> bool:
@@ -185,7 +186,11 @@ class Tracked:
         Raises:
             UnsupportedStateError: A value that cannot be stored; the message leads to it.
         """
-        items = [self._pack(name, part) for name, part in self._parts.items()]
+        self._names_now[:] = [self.parameter_names()]  # the same for all that asks for them
+        try:
+            items = [self._pack(name, part) for name, part in self._parts.items()]
+        finally:
+            self._names_now.clear()
         has_stages = any(isinstance(one, Stage) for one in _models(self._objects).values())
         setup = pack_item(
             "setup", capture_setup(self._objects), home="spread" if has_stages else "all"
@@ -288,8 +293,11 @@ class Tracked:
         if isinstance(target, Stage):
             return StagePart(target, strict=self.strict)
         if isinstance(target, Optimizer):
-            objects = self._objects  # not self: a cycle would keep loader workers alive for a while
-            return OptimizerPart(target, names=lambda: ParameterNames(_models(objects)))
+            # Not self: a cycle would keep loader workers alive for a while.
+            objects, now = self._objects, self._names_now
+            return OptimizerPart(
+                target, names=lambda: now[0] if now else ParameterNames(_models(objects))
+            )
         if isinstance(target, Value):
             return ValuePart(target)
         if isinstance(target, Stateful):

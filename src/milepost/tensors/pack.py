@@ -252,6 +252,7 @@ class _Packer:
                 path=tree.path_text(path),
             )
         plain_key = "/".join(map(tree.key_text, path[1:])) or "value"
+        is_whole = isinstance(value, Tensor) and not is_sharded(value)
         identity = _identity(value)
         if identity and self._holders is not None:
             # Names that other ranks hold too are one only where those tie them as well.
@@ -259,25 +260,9 @@ class _Packer:
         key = self._seen.get(identity) if identity else None
         if key is None:
             key = self._free_key(plain_key)
-            whole = tuple(value.shape)
-            raw = () if code is not None else (value.dtype.itemsize,)
-            replicas = self._replicas(path, value)
-            self.leaves[key] = [
-                Leaf(
-                    key,
-                    local.resolve_conj().resolve_neg(),
-                    code or "U8",
-                    (*box.sizes, *raw),
-                    local.numel() * local.itemsize,
-                    Box((*box.offsets, *(0 for _ in raw)), (*box.sizes, *raw)),
-                    (*whole, *raw),
-                    replicas,
-                    None if isinstance(value, Run) else grid_of(value),
-                )
-                for box, local in self._held(value)
-            ]
+            self.leaves[key] = self._leaves(key, value, code, self._replicas(path, value))
             self.aliases[key] = set()
-            if isinstance(value, Run) or is_sharded(value):
+            if not is_whole:
                 self.sharded.add(key)
             if identity:
                 self._seen[identity] = key
@@ -285,20 +270,34 @@ class _Packer:
                 self._owners.append(value)
         self.aliases[key].add(plain_key)
         tag: dict[str, Any] = {"$": "tensor", "key": key}
-        if CODES.get(value.dtype) is None:
+        if code is None:
             tag["dtype"] = name
-        if isinstance(value, Run) or is_sharded(value):
-            return tag
-        if not value.is_contiguous() and _is_dense(value):
-            tag["stride"] = list(value.stride())
+        if isinstance(value, Tensor) and is_whole and not value.is_contiguous():
+            tag.update({"stride": list(value.stride())} if _is_dense(value) else {})
         return tag
 
-    def _held(self, value: Tensor | Run) -> list[tuple[Box, Tensor]]:
-        """Return the pieces that this rank has; an empty one if it has none."""
+    def _leaves(
+        self, key: str, value: Tensor | Run, code: str | None, replicas: tuple[int, ...] | None
+    ) -> list[Leaf]:
+        """Return what this rank has of a tensor: one piece; of a run several, or an empty one."""
         if isinstance(value, Run):
             nothing = (0,) * len(value.shape)
-            return value.pieces() or [(Box(nothing, nothing), value.data.new_empty(nothing))]
-        return [(local_box(value), local_tensor(value))]
+            held = value.pieces() or [(Box(nothing, nothing), value.data.new_empty(nothing))]
+            grid = None
+        else:
+            held, grid = [(local_box(value), local_tensor(value))], grid_of(value)
+        whole = tuple(value.shape)
+        found = []
+        for box, local in held:
+            sizes, shape = box.sizes, whole
+            if code is None:  # as raw bytes, in one dimension more
+                raw = value.dtype.itemsize
+                box = Box((*box.offsets, 0), (*sizes, raw))  # noqa: PLW2901
+                sizes, shape = box.sizes, (*whole, raw)
+            tensor = local.resolve_conj().resolve_neg()
+            leaf = Leaf(key, tensor, code or "U8", sizes, local.nbytes, box, shape, replicas, grid)
+            found.append(leaf)
+        return found
 
     def _replicas(self, path: tree.Path, value: Tensor | Run) -> tuple[int, ...] | None:
         """Return the ranks that hold this very piece."""
