@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import milepost as mp
 from milepost.resumption import Resumption
 from milepost.state.batch_in_hand import BatchInHand
+from milepost.state.report import LoadReport
 from milepost.state.rng import capture_rng, derived_rng
 from milepost.state.source import MemorySource
 from milepost.state.tracked import Tracked
@@ -190,3 +191,15 @@ def test_a_rank_that_a_source_does_not_know_draws_its_own_numbers(num_stored, is
     assert (found == torch.rand(1).item()) is is_own
     torch.manual_seed(0)
     assert found != torch.rand(1).item()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_accumulated_gradients_of_other_ranks_are_told(num_ranks):
+    """Those of a rank that is gone are lost, and nobody can see whether they mattered."""
+    team = SimpleNamespace(rank=0, world_size=2)
+    resumption = Resumption(Tracked(), SimpleNamespace(team=team), BatchInHand(), strict=True)
+    stored = {"rng": [capture_rng()], "gradients": {"0.weight": torch.ones(1)}}
+    resumption.restore(MemorySource("a file", stored), items=None, strict=None)
+    report = LoadReport("a file")
+    resumption._note_other_ranks(report, num_ranks)
+    assert any("Gradients were being" in note for note in report.notes) is (num_ranks == 3)
