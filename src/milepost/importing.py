@@ -22,7 +22,7 @@ from .convert.dcp_trees import DCP_METADATA
 from .engine.live import LiveBytes
 from .engine.loose import LooseBox, write_boxes, write_index
 from .engine.stream import Fill
-from .errors import DamagedError, MissingError
+from .errors import DamagedError, MissingError, UsageError
 from .format.layout import check_name, part_file, safe_name
 from .publisher import Publisher
 from .state.source import StateSource, TensorInfo, new_tensor
@@ -76,6 +76,13 @@ def import_checkpoint(
     wanted = check_name(name) if name is not None else safe_name(path.absolute().stem)
     with ExitStack() as stack:
         found: StateSource
+        store = run if isinstance(run, Store) else open_store(run)
+        if store.url == open_store(path).url:
+            raise UsageError(
+                f"{path} cannot be the new run: it is what is imported.",
+                safe="Nothing was written.",
+                hint="Give another folder.",
+            )
         if (path / DCP_METADATA).is_file():
             folder = found = DcpSource(path, items=items, trust=trust)
             stack.enter_context(folder.files.held())
@@ -98,7 +105,6 @@ def import_checkpoint(
                 path=str(path),
             )
         trees = {item: found.trees[item] for item in boxes}
-        store = run if isinstance(run, Store) else open_store(run)
         return _publish(store, wanted, trees=trees, boxes=boxes, paths=paths)
 
 

@@ -306,6 +306,8 @@ def test_an_import_is_only_into_a_new_run(tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "plain", tmp_path / "run", name="second")
     with pytest.raises(mp.MissingError):
         import_checkpoint(tmp_path / "nothing", tmp_path / "other")
+    with pytest.raises(mp.UsageError, match="cannot be the new run"):
+        import_checkpoint(tmp_path / "plain", tmp_path / "plain")
     with pytest.raises(mp.MissingError, match="no item"):
         import_checkpoint(tmp_path / "plain", tmp_path / "other", items=["x"])
 
@@ -513,6 +515,18 @@ ARCHIVES = {
     "no archive": bytes(1000),
     "empty": b"",
 }
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_a_file_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
+    """Nobody waits for a pipe, and nothing outside of the folder is read."""
+    folder = folder_with(tmp_path / "plain", lambda metadata: None)
+    file = folder / "__0_0.distcp"
+    file.rename(tmp_path / "kept")
+    make = {"pipe": os.mkfifo, "folder": os.mkdir}.get(kind)
+    make(file) if make else file.symlink_to(tmp_path / "kept")
+    with pytest.raises(mp.FormatError, match="no such file"):
+        import_checkpoint(folder, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ARCHIVES)

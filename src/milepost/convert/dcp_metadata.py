@@ -199,15 +199,21 @@ def _piece(info: Any, size_of: SizeOf, where: str) -> DcpPiece:
             path=where,
         )
     size = size_of(file)
+    if size is None:
+        raise FormatError(
+            f"{where} says that something is in {file}, and there is no such file.",
+            hint="Copy the whole folder. Links are not followed.",
+            path=where,
+        )
     if (
         type(start) is not int
         or type(length) is not int
         or min(start, length) < 0
-        or start + length > (size or 0)
+        or start + length > size
     ):
         raise FormatError(
             f"{where} says that something is in {file} at {start}, {length} bytes long, and the "
-            f"file has {size}.",
+            f"file has {size:,}.",
             path=where,
         )
     return DcpPiece(file, start, length)
