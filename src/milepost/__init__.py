@@ -14,6 +14,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, Run, open_run
     from .checkpointer import Checkpointer, PerRank, Stage, Value
+    from .consolidating import consolidate
     from .engine.pending import PendingSave
     from .errors import (
         AccessError,
@@ -139,6 +140,7 @@ __all__ = [
     "ValidationTaskConfig",
     "Value",
     "__version__",
+    "consolidate",
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
@@ -159,6 +161,7 @@ _NAMES_OF_MODULES = {
     "MismatchError MissingError NewerFormatError NoSpaceError NodeLostError NonFiniteLossError "
     "Preempted RankFailedError SaveFailedError StorageError UnsupportedStateError UsageError",
     "format.tree": "register_codec",
+    "consolidating": "consolidate",
     "importing": "import_checkpoint",
     "launch": "FailureConfig LaunchResult RunConfig ScalingConfig launch",
     "progress.time": "Time TimeUnit",

@@ -230,7 +230,7 @@ class Checkpoint:
             with shared_copy(self.store, self.folder, stall_timeout_s=stall_timeout_s) as copy:
                 yield copy
         else:
-            with self._held():
+            with self.held():
                 yield path
 
     def to_directory(self, path: Place | None = None) -> str:
@@ -246,7 +246,7 @@ class Checkpoint:
             ExistsError: There are files in the folder already.
             DamagedError: Bytes that do not match their checksum. Nothing of the copy is left.
         """
-        with self._held():
+        with self.held():
             return copy_to(self.store, self.folder, path, name=self.name)
 
     def get_metadata(self) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class Checkpoint:
         path = self.store.local_path(MANIFEST)
         return None if path is None else path.rpartition("/")[0]
 
-    def _held(self) -> AbstractContextManager[None]:
+    def held(self) -> AbstractContextManager[None]:
         """Keep it from being deleted; a user's own folder without a commit is not deleted by us."""
         if self._is_plain_folder() and not self.is_committed:
             return nullcontext()

@@ -76,7 +76,12 @@ class Publisher:
         return self._held
 
     def commit(
-        self, *, items: Sequence[str], files: Sequence[FileEntry], world_size: int
+        self,
+        *,
+        items: Sequence[str],
+        files: Sequence[FileEntry],
+        world_size: int,
+        like: Manifest | None = None,
     ) -> Checkpoint:
         """Commit what was written into the claimed folder.
 
@@ -84,6 +89,7 @@ class Publisher:
             items: The items of the state.
             files: Every file, durable.
             world_size: The number of ranks that wrote.
+            like: Another checkpoint of the same state: its progress and metrics are told of it.
 
         Raises:
             FencedError: A newer session owns the run.
@@ -97,11 +103,11 @@ class Publisher:
             attempt=held.attempt,
             write_id=held.write_id,
             parent=self._parent,
-            reason="manual",
-            is_final=False,
+            reason="manual" if like is None else like.reason,
+            is_final=False if like is None else like.is_final,
             created_s=self._clock(),
-            time={},
-            metrics={},
+            time={} if like is None else like.time,
+            metrics={} if like is None else like.metrics,
             world_size=world_size,
             layout="milepost",
             items=tuple(items),
@@ -111,6 +117,7 @@ class Publisher:
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },
+            notes=() if like is None else like.notes,
             stats={"written_bytes": sum(entry.size_bytes for entry in files)},
         )
         try:

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from ..errors import CheckpointError
 from ..version import __version__
-from .commands import diff, doctor, export, imports, ls, pin, prune, run, show, verify
+from .commands import consolidate, diff, doctor, export, imports, ls, pin, prune, run, show, verify
 from .exits import CODES_TEXT, Exit, exit_of, tell
 
 __all__ = ["app", "main"]
@@ -68,6 +68,7 @@ app.command("prune")(prune.prune)
 app.command("pin")(pin.pin)
 app.command("unpin")(pin.unpin)
 app.command("export")(export.export)
+app.command("consolidate")(consolidate.consolidate)
 app.command("import")(imports.import_)
 app.command("doctor")(doctor.doctor)
 app.command("run", context_settings={"allow_interspersed_args": False})(run.run)

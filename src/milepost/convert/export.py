@@ -20,9 +20,9 @@ from ..engine.single import check_plain
 from ..errors import ExistsError, MissingError, UnsupportedStateError, UsageError, storage_error
 from ..format.header import ITEM_SIZES, encode_header
 from ..stores import posix
-from ..tensors.pack import Leaf, PackedItem, pack_item
+from ..tensors.pack import Leaf, pack_item
 
-__all__ = ["FORMATS", "export_checkpoint"]
+__all__ = ["FORMATS", "export_checkpoint", "tied_names", "write_whole_file"]
 
 FORMATS = {"torch": "checkpoint.pt", "safetensors": "model.safetensors"}
 """Name of the file by format, where the target is a folder."""
@@ -71,7 +71,7 @@ def export_checkpoint(
     members = {**state["state"], **({"rng": state["rng"]} if state.get("rng") else {})}
     wanted = _choose(members, items, to=to)
     writing = _write_torch(wanted) if to == "torch" else _write_safetensors(*wanted.items())
-    _write_whole(path, writing, overwrite=overwrite)
+    write_whole_file(path, writing, overwrite=overwrite)
     return path
 
 
@@ -105,7 +105,7 @@ def _write_torch(members: Mapping[str, Any]) -> Callable[[int], None]:
 def _write_safetensors(item: tuple[str, Any]) -> Callable[[int], None]:
     name, weights = item
     packed = pack_item(name, dict(weights) if isinstance(weights, Mapping) else weights)
-    metadata = {"format": "pt", **_tied(name, packed)}
+    metadata = {"format": "pt", **tied_names(name, packed.tree)}
     # Larger elements first: then every tensor is aligned to its own.
     leaves = sorted(packed.leaves, key=lambda leaf: -ITEM_SIZES[leaf.code])
     header, _ = encode_header(
@@ -121,13 +121,16 @@ def _write_safetensors(item: tuple[str, Any]) -> Callable[[int], None]:
     return write
 
 
-def _tied(item: str, packed: PackedItem) -> dict[str, str]:
+def tied_names(item: str, tree: Any) -> dict[str, str]:
     """Return second names of tied weights with the name that is stored; refuse what does not fit.
+
+    Args:
+        item: Name of the item.
+        tree: Its tree.
 
     Raises:
         UnsupportedStateError: A value that is not a plain dense tensor.
     """
-    tree = packed.tree
     if not isinstance(tree, Mapping) or "$" in tree:
         raise UnsupportedStateError(
             f"{item} is not a table of tensors, and a safetensors file holds nothing else.",
@@ -156,7 +159,7 @@ def _blocks(leaf: Leaf) -> list[memoryview]:
     return [view[at : at + _WRITE_BYTES] for at in range(0, len(view), _WRITE_BYTES)]
 
 
-def _write_whole(path: Path, write: Callable[[int], None], *, overwrite: bool) -> None:
+def write_whole_file(path: Path, write: Callable[[int], None], *, overwrite: bool) -> None:
     """Write a hidden file beside the target, make it durable, and only then give it its name."""
     temporary = path.parent / posix.temporary_name()
     try:

@@ -32,7 +32,7 @@ from ..tensors.flat import Run, pieces_of
 from .pieces import Cut, Piece, StoredWhole, cuts, read_rows
 from .tables import RankTables
 
-__all__ = ["CheckpointSource", "read_file"]
+__all__ = ["CheckpointSource", "check_block", "check_size", "read_file"]
 
 NUM_THREADS = 2
 _NAMED = 8
@@ -107,6 +107,24 @@ class CheckpointSource:
         if self._is_shared(item):
             self._of_ranks().read_all()
         return {k: [piece.box for piece in one.pieces] for k, one in self._table(item).items()}
+
+    @property
+    def index(self) -> Mapping[str, Any]:
+        """Return the index, as it is stored."""
+        self._items()
+        assert self._index is not None
+        return self._index
+
+    @property
+    def has_tables(self) -> bool:
+        """Return whether each rank has a table of what it wrote."""
+        return self._has_tables()
+
+    def wholes(self, item: str) -> Mapping[str, StoredWhole]:
+        """Return where each tensor of an item is stored, and all pieces of it."""
+        if self._is_shared(item):
+            self._of_ranks().read_all()
+        return self._table(item)
 
     def stood_at(self, item: str) -> list[str]:
         """Return where an item stood in the state that it was saved from."""
@@ -238,7 +256,7 @@ class CheckpointSource:
         where = self._key(file)
         reader = self._store.open_reader(where)
         try:
-            _check_size(reader, entry, where)
+            check_size(reader, entry, where)
             first = _read_checked(reader, entry, 0, where)
             length = parse_header_length(first[:8], size_bytes=entry.size_bytes, where=where)
             header = bytearray(first)
@@ -282,7 +300,7 @@ def read_file(store: Store, key: str, entry: FileEntry) -> bytes:
     """
     reader = store.open_reader(key)
     try:
-        _check_size(reader, entry, key)
+        check_size(reader, entry, key)
         return b"".join(_read_checked(reader, entry, n, key) for n in range(len(entry.crcs)))
     finally:
         reader.close()
@@ -316,7 +334,8 @@ def _check_rank_index(
     return index
 
 
-def _check_size(reader: Reader, entry: FileEntry, where: str) -> None:
+def check_size(reader: Reader, entry: FileEntry, where: str) -> None:
+    """Refuse a file of another size than was written."""
     if reader.size_bytes != entry.size_bytes:
         raise DamagedError(
             f"{where} has {reader.size_bytes:,} bytes; {entry.size_bytes:,} were written.",
@@ -334,13 +353,14 @@ def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> b
         raise FormatError(f"The header of {where} goes past the end of the file.", path=where)
     data = memoryview(page_memory(length))[:length]
     reader.read_into(start, data)
-    _check_block(data, entry, block, where)
+    check_block(data, entry, block, where)
     return bytes(data)
 
 
-def _check_block(
+def check_block(
     data: memoryview, entry: FileEntry, block: int, where: str, tensors: Sequence[str] = ()
 ) -> None:
+    """Refuse a block that does not match its checksum, and name what is in it."""
     found = crc32c(data)
     if found != entry.crcs[block]:
         named = ", ".join(tensors[:_NAMED]) + (" and others" if len(tensors) > _NAMED else "")
@@ -382,7 +402,7 @@ class _BlockReads:
                 entry = self._manifest.file(file)
                 reader = self._store.open_reader(self._key(file))
                 readers.append(reader)
-                _check_size(reader, entry, self._key(file))
+                check_size(reader, entry, self._key(file))
                 for block, parts in _by_block(wanted).items():
                     self._queue.put((reader, entry, block, parts))
             helpers = [
@@ -428,7 +448,7 @@ class _BlockReads:
         stop = min(start + BLOCK_BYTES, entry.size_bytes)
         reader.read_into(start, view[: stop - start])
         names = [part.tensor for part in parts]
-        _check_block(view[: stop - start], entry, block, self._key(entry.path), names)
+        check_block(view[: stop - start], entry, block, self._key(entry.path), names)
         for part in parts:
             low, high = max(part.start, start), min(part.stop, stop)
             part.destination[low - part.start : high - part.start].copy_(

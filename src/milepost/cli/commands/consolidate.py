@@ -1,0 +1,98 @@
+"""``milepost consolidate``: a checkpoint of several ranks as one of whole tensors."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from ...display import loading_bar
+from ..places import locate, path_of
+from ..render import print_json, size_text
+
+__all__ = ["consolidate"]
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+class Format(str, Enum):
+    """What to write."""
+
+    milepost = "milepost"
+    safetensors = "safetensors"
+    torch = "torch"
+
+
+def _size(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is not a size, such as 512MiB or 4G.")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+
+
+def consolidate(
+    checkpoint: Annotated[
+        str, typer.Argument(help="RUN/NAME, a run (its newest), or a checkpoint's own folder.")
+    ],
+    *,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|FILE",
+            help="A new run; for the other formats a new file, or a folder for it. By default "
+            "in the working folder, called after the checkpoint.",
+        ),
+    ] = None,
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="milepost: a checkpoint, the first of a new run. safetensors: the weights of the "
+            "model. torch: the whole state in one .pt.",
+        ),
+    ] = Format.milepost,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the new checkpoint. By default that of the old.")
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="The most memory to take for tensors.")
+    ] = "1GiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object.")] = False,
+) -> None:
+    """Join the pieces that several ranks wrote into whole tensors.
+
+    Every byte is checked on the way. No tensor is held whole, and no process group is needed.
+    """
+    memory_bytes = _size(memory)
+    found = locate(checkpoint).checkpoint
+    from ...consolidating import consolidate as join
+
+    wanted = name or found.name.rpartition("/")[2]
+    target = path_of(to or (f"{wanted}-consolidated" if form is Format.milepost else "."))
+    done_bytes = 0
+    with loading_bar(wanted, total_bytes=found.manifest.size_bytes, is_shown=True) as bar:
+
+        def note(num_bytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes += num_bytes
+            bar.update(done_bytes)
+
+        if form is Format.milepost:
+            made = join(found, target, name=name, memory_bytes=memory_bytes, progress=note)
+            place, num_bytes = made.url.removeprefix("file://"), made.manifest.size_bytes
+        else:
+            path = join(
+                found,
+                target,
+                format=form.value,
+                name=name,
+                memory_bytes=memory_bytes,
+                progress=note,
+            )
+            place, num_bytes = str(path), path.stat().st_size
+    if as_json:
+        print_json({"path": place, "bytes": num_bytes, "format": form.value})
+    else:
+        print(f"{place} ({size_text(num_bytes)})")
