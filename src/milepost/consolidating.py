@@ -12,28 +12,37 @@ save: a stop leaves an attempt that nobody sees, and that the next try removes.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import torch
+
 from .checkpoint import Checkpoint, open_checkpoint, run_store
 from .convert.export import tied_names, write_whole_file
+from .convert.torch_stream import Placeholder, write_torch
 from .engine.checked import CheckedFiles
-from .engine.join import CachedBlocks, JoinedPart, plan_joined
+from .engine.join import CachedBlocks, JoinedPart, plan_joined, whole_fill
 from .engine.pieces import StoredWhole
 from .engine.read import CheckpointSource
+from .engine.single import check_plain
 from .engine.write import FileJob, file_job, write_files
-from .errors import ExistsError, MissingError, UsageError
+from .errors import ExistsError, FormatError, MissingError, UsageError
+from .format import tree
 from .format.digest import BLOCK_BYTES
 from .format.layout import INDEX, check_name, part_file, rank_index, safe_name
 from .format.manifest import FORMAT_VERSION, FileEntry
 from .publisher import Publisher
+from .state.source import TensorInfo, new_tensor
 from .stores import posix
 from .stores.base import Store
 from .stores.pages import page_memory
 from .stores.url import open_store
+from .tensors.dtypes import dtype_of_code, named_dtype
+from .tensors.unpack import leaf_tag, unpack_item
 
 __all__ = ["consolidate"]
 
@@ -116,6 +125,8 @@ def consolidate(
         )
     if memory_bytes < _MIN_MEMORY_BYTES:
         raise UsageError(f"memory_bytes must be at least {_MIN_MEMORY_BYTES:,}.")
+    if format not in ("milepost", "safetensors", "torch"):
+        raise UsageError(f"format={format!r} is not known.", hint="milepost, safetensors or torch?")
     plain = found.name.rpartition("/")[2]
     wanted = safe_name(plain) if name is None else check_name(name)
     with found.held():
@@ -235,21 +246,15 @@ def _document(folder: str, file: str, value: Any) -> FileJob:
 def _file(pieces: _Pieces, path: Path, name: str, to: Format) -> Path:
     if path.is_dir():
         path /= f"{name}.safetensors" if to == "safetensors" else f"{name}.pt"
-    if to == "safetensors":
-        blocks = _weights(pieces)
-    else:
-        raise UsageError(f"format={to!r} is not known.", hint="milepost, safetensors or torch?")
-
-    def write(descriptor: int) -> None:
-        for block in blocks:
-            posix.write_all(descriptor, block)
-
-    write_whole_file(path, write, overwrite=False)
+    if os.path.lexists(path):
+        raise ExistsError(f"{path} is already there.", safe="It was not touched.", path=str(path))
+    writing = _weights(pieces) if to == "safetensors" else _state(pieces)
+    write_whole_file(path, writing, overwrite=False)
     return path
 
 
-def _weights(pieces: _Pieces) -> Sequence[memoryview]:
-    """Return a safetensors file of the item ``model``, made block by block."""
+def _weights(pieces: _Pieces) -> Callable[[int], None]:
+    """Return what writes the item ``model`` as a safetensors file."""
     source = pieces.source
     if "model" not in source.trees:
         raise MissingError(
@@ -257,4 +262,82 @@ def _weights(pieces: _Pieces) -> Sequence[memoryview]:
         )
     metadata = tied_names("model", source.trees["model"])
     table = source.wholes("model")
-    return plan_joined("model", table, metadata=metadata).job("", table, pieces.blocks).blocks
+    job = plan_joined("model", table, metadata=metadata).job("", table, pieces.blocks)
+
+    def write(descriptor: int) -> None:
+        for block in job.blocks:
+            posix.write_all(descriptor, block)
+
+    return write
+
+
+def _state(pieces: _Pieces) -> Callable[[int], None]:
+    """Return what writes the whole state as a file for ``torch.load``."""
+    values = _Values(pieces)
+    own: list[dict[str, Any]] = []
+    for rank in range(1, pieces.manifest.world_size):
+        source = pieces.of_rank(rank)
+        names = [item for item in source.trees if source.is_per_rank(item)]
+        own.append({item: values.of(source, item) for item in names})
+    state = {item: values.of(pieces.source, item) for item in pieces.source.trees}
+    rng = list(state.pop("rng", []))
+    for one in own:
+        rng += one.pop("rng", [])
+    content: dict[str, Any] = {"state": state, "rng": rng}
+    if any(own):
+        content["ranks"] = [{}, *own]
+    check_plain(content, ("checkpoint",))
+    return lambda descriptor: write_torch(content, descriptor, placeholders=values.placeholders)
+
+
+class _Values:
+    """Values in which placeholders stand for tensors."""
+
+    def __init__(self, pieces: _Pieces) -> None:
+        self._blocks = pieces.blocks
+        self.placeholders: list[Placeholder] = []
+
+    def of(self, source: CheckpointSource, item: str) -> Any:
+        """Return the value of an item.
+
+        What a tensor is a part of, such as a sparse one, is read into memory.
+        """
+        table = source.wholes(item)
+        made: dict[str, Any] = {}
+
+        def resolve(tag: Mapping[str, Any]) -> Any:
+            if tag["$"] != "tensor":
+                return unpack_item(tag, lambda key: self._read(table[key], key))
+            key = leaf_tag(tag)
+            if key not in made:
+                made[key] = self._stand_for(table[key], key, tag)
+            return made[key]
+
+        return tree.decode(source.trees[item], resolver=resolve)
+
+    def _read(self, stored: StoredWhole, key: str) -> Any:
+        tensor = new_tensor(TensorInfo(stored.code, stored.shape))
+        if tensor.numel():
+            raw = tensor.reshape(-1).view(torch.uint8).numpy()
+            whole_fill(stored, self._blocks, name=key)(0, memoryview(raw))  # type: ignore[arg-type]
+        return tensor
+
+    def _stand_for(self, stored: StoredWhole, key: str, tag: Mapping[str, Any]) -> Any:
+        dtype, shape = dtype_of_code(stored.code), stored.shape
+        if "dtype" in tag:
+            dtype, shape = named_dtype(tag["dtype"]), shape[:-1]
+        if dtype is None:
+            raise FormatError(f"This version of torch has no dtype for {key}.")
+        fill = whole_fill(stored, self._blocks, name=key)
+        num_bytes = math.prod(shape) * dtype.itemsize
+
+        def blocks() -> Iterator[memoryview]:
+            memory = memoryview(bytearray(min(num_bytes, BLOCK_BYTES)))
+            for start in range(0, num_bytes, BLOCK_BYTES):
+                view = memory[: min(BLOCK_BYTES, num_bytes - start)]
+                fill(start, view)
+                yield view
+
+        found = Placeholder(dtype, shape, blocks)
+        self.placeholders.append(found)
+        return found.tensor

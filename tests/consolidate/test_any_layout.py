@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,10 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import milepost as mp
+from milepost.convert.torch_file import load_torch_file
 from milepost.engine.read import CheckpointSource
 from milepost.state.source import load_item
 from milepost.stores import MemoryStore
 from milepost.tensors.pack import pack_item
+from milepost.testing.saver import read_key
 
 from ..property.simulated_ranks import as_held, mesh_sizes, placed, shapes, whole_tensor
 from .saving_ranks import TIME, raw, save_on_ranks
@@ -66,6 +70,17 @@ def check(checkpoint, wholes, num_ranks):
     assert [int(one["torch"]) for one in loaded["rng"]] == list(range(num_ranks))
 
 
+def check_single(path, wholes, num_ranks):
+    """Read it with nothing but torch."""
+    content = torch.load(path, weights_only=True)
+    assert raw(content["state"]["model"]) == raw(wholes)
+    assert content["state"]["loop"] == {"seen": 5}
+    assert content["state"]["own"]["rank"] == 0
+    assert [int(one["torch"]) for one in content["rng"]] == list(range(num_ranks))
+    others = [one["own"]["rank"] for one in content.get("ranks", [])[1:]]
+    assert others == list(range(1, num_ranks))
+
+
 @settings(max_examples=8, deadline=None)
 @given(laid_out(), st.integers(0, 10_000))
 def test_any_layout_comes_out_whole(tmp_path_factory, found, seed):
@@ -86,10 +101,15 @@ def test_any_layout_comes_out_whole(tmp_path_factory, found, seed):
     file = mp.consolidate(old, folder, format="safetensors")
     assert file == folder / "ep3.safetensors"
     assert raw(load_file(file)) == raw(wholes)
+    check_single(mp.consolidate(old, folder, format="torch"), wholes, num_ranks)
     saved = MemoryStore()
     save_on_ranks(saved, states, sharding="consolidated")
     whole = mp.open_run(saved).get("ep3")
     check(whole, wholes, num_ranks)
+    single = MemoryStore()
+    manifest = save_on_ranks(single, states, layout="torch")
+    (entry,) = manifest.files
+    check_single(io.BytesIO(read_key(single, f"ep3/{entry.path}")), wholes, num_ranks)
     again = mp.consolidate(whole, folder / "b", name="c")
     assert again.name == "c"
     check(again, wholes, num_ranks)
@@ -111,6 +131,31 @@ def test_ties_and_raw_dtypes_are_kept(tmp_path: Path):
     with pytest.raises(mp.UnsupportedStateError, match="'c'"):
         mp.consolidate(joined, tmp_path, format="safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    model = torch.load(mp.consolidate(joined, tmp_path, format="torch"))["state"]["model"]
+    assert model["a"] is model["b"]
+    assert raw(model) == raw({"a": tied, "b": tied, "c": odd})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_what_tensors_are_a_part_of_comes_into_the_single_file(tmp_path: Path):
+    """Sparse and quantized tensors, arrays, generators, and memory in another order."""
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8)
+    value = {
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": quantized,
+        "array": np.arange(10_000.0),
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+        "half": torch.arange(6, dtype=torch.float16)[::2],
+    }
+    store = MemoryStore()
+    save_on_ranks(store, [[pack_item("x", value)]] * 2)
+    path = mp.consolidate(mp.open_run(store).get("ep3"), tmp_path / "a.pt", format="torch")
+    found = load_torch_file(path)["state"]["x"]
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(found["quantized"].int_repr(), quantized.int_repr())
+    assert np.array_equal(found["array"], value["array"])
+    assert torch.equal(found["turned"], value["turned"])
+    assert torch.equal(found["half"], value["half"])
 
 
 def test_one_rank_stays_one_rank(tmp_path: Path):

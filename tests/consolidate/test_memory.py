@@ -24,9 +24,9 @@ def peak():
 run, to, memory = sys.argv[1:]
 before = peak()
 read = {}
-for form in ("milepost", "safetensors"):
-    sizes = []
-    mp.consolidate(run, f"{to}/{form}", format=form, memory_bytes=int(memory), progress=sizes.append)
+for form in ("milepost", "safetensors", "torch"):
+    sizes, place = [], f"{to}/{form}"
+    mp.consolidate(run, place, format=form, memory_bytes=int(memory), progress=sizes.append)
     read[form] = sum(sizes)
 print(json.dumps({"grown": peak() - before, "read": read}))
 """
@@ -77,4 +77,5 @@ def test_memory_is_bounded_by_the_budget(large: Path, tmp_path: Path):
     assert state_bytes > 4 * 64 * MIB
     assert found["grown"] < 64 * MIB + 24 * MIB
     assert found["read"]["safetensors"] < 1.05 * state_bytes
+    assert found["read"]["torch"] < 1.05 * state_bytes
     assert found["read"]["milepost"] < 1.5 * state_bytes
