@@ -136,7 +136,7 @@ def test_ties_and_raw_dtypes_are_kept(tmp_path: Path):
     assert raw(model) == raw({"a": tied, "b": tied, "c": odd})
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
 def test_what_tensors_are_a_part_of_comes_into_the_single_file(tmp_path: Path):
     """Sparse and quantized tensors, arrays, generators, and memory in another order."""
     quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8)
