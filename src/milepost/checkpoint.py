@@ -136,7 +136,7 @@ class Checkpoint:
             MissingError: No such item.
             DamagedError: Bytes that do not match their checksum.
         """
-        from .engine.save import layout_state
+        from .engine.documents import layout_state
         from .state.source import load_item
 
         source = self.source()

@@ -172,7 +172,7 @@ def opened_by_map(folder: Path, item: str) -> dict[str, Any]:
 
 
 FAULTS = """
-    from milepost.engine import save as saving
+    from milepost.engine import commits as saving
     from milepost.errors import CheckpointError
 
     plain, optimizer = build("fsdp")

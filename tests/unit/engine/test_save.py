@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from milepost.engine import save as save_module
+from milepost.engine import commits
 from milepost.errors import DeadlineError, FencedError, StorageError
 from milepost.runs import ensure_run, open_session, record_origin, scan
 from milepost.stores import LocalStore, MemoryStore
@@ -39,13 +39,13 @@ def test_the_tenth_save_allocates_nothing(new_lab, tmp_path):
 def test_what_is_written_is_the_arena_itself(new_lab, monkeypatch):
     """A second copy of the state would double the memory and halve the speed."""
     seen = []
-    original = save_module.write_files
+    original = commits.write_files
 
     def write_files(store, jobs):
         seen.extend(block for job in jobs if job.path.endswith("s") for block in job.blocks)
         return original(store, jobs)
 
-    monkeypatch.setattr(save_module, "write_files", write_files)
+    monkeypatch.setattr(commits, "write_files", write_files)
     lab = new_lab()
     lab.save("a", {"model": {"w": torch.randn(3_000_000), "b": torch.randn(7)}})
     arena = lab.saver._stager.arena

@@ -80,16 +80,16 @@ def test_the_bar_ends_with_the_newest_save(make, tmp_path, bar) -> None:
 
 def test_the_bar_names_only_what_is_committed(make, tmp_path, bar, at) -> None:
     """A save on its way may fail yet."""
-    from milepost.engine import save as engine_save
+    from milepost.engine import commits
 
-    gate, publish = threading.Event(), engine_save.publish
+    gate, publish = threading.Event(), commits.publish
 
     def slow(*args, **kwargs):
         assert gate.wait(30)
         return publish(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_save, "publish", slow)
+        patch.setattr(commits, "publish", slow)
         make(
             save_folder=tmp_path,
             save_interval="2ba",

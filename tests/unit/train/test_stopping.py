@@ -285,11 +285,11 @@ def test_a_loss_that_is_not_finite_without_a_folder(make) -> None:
 @pytest.fixture
 def failing_saves(monkeypatch):
     """Return a set of names whose saves fail in the background, once each."""
-    from milepost.engine import save as engine_save
+    from milepost.engine import commits
     from milepost.errors import NoSpaceError
 
     names: set[str] = set()
-    publish = engine_save.publish
+    publish = commits.publish
 
     def fail(store, session, manifest, *args, **kwargs):
         if manifest.name in names:
@@ -297,7 +297,7 @@ def failing_saves(monkeypatch):
             raise NoSpaceError(f"No room for {manifest.name}.")
         return publish(store, session, manifest, *args, **kwargs)
 
-    monkeypatch.setattr(engine_save, "publish", fail)
+    monkeypatch.setattr(commits, "publish", fail)
     return names
 
 

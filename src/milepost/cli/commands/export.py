@@ -63,7 +63,7 @@ def export(
     """Write a checkpoint for other programs. Every byte of ours is checked on the way."""
     name, source = _open(checkpoint, trust=trust)
     from ...convert.export import export_checkpoint
-    from ...engine.save import layout_state
+    from ...engine.documents import layout_state
     from ...state.source import load_item
 
     wanted = only or (["model"] if to is Format.safetensors else list(source.trees))

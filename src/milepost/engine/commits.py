@@ -1,0 +1,429 @@
+"""Committing: what was staged is written, checksummed, and published, alone or with other ranks.
+
+Runs in the background thread of a save. What a stop at any point leaves is in ``runs/publish.py``
+and, for several ranks, in ``together.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, FencedError
+from ..format.manifest import FileEntry, Manifest
+from ..ranks.lines import Desk, call
+from ..ranks.solo import Deadlines, Team
+from ..runs.publish import Claim, abandon, claim, publish, withdraw
+from ..runs.sessions import Session
+from ..stores.base import Store
+from ..stores.pages import page_memory
+from ..tensors.unpack import unpack_item
+from ..version import __version__
+from ..visible import SUFFIXES
+from .arena import Arena
+from .documents import documents, layout_state, places
+from .gathered import Gathered, describe, gathered, serve
+from .joining import join_trees
+from .links import Links
+from .single import check_plain, encode_single
+from .stage import StagedPart
+from .together import Share, agree
+from .write import FileJob, file_job, write_files
+
+__all__ = ["Committer", "SaveRequest", "Work"]
+
+_log = logging.getLogger("milepost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What a checkpoint says about itself.
+
+    Attributes:
+        name: Wanted name.
+        reason: See ``Manifest.reason``.
+        is_final: Whether training has ended.
+        time: The timer's counters.
+        metrics: Numbers by name.
+        notes: What a resume cannot reproduce exactly.
+    """
+
+    name: str
+    reason: str
+    is_final: bool = False
+    time: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """One save on its way through the background thread.
+
+    Attributes:
+        request: What the checkpoint says about itself.
+        attempt: Number of the attempt.
+        staged: What lies in the arena.
+        trees: The tree of each item.
+        stats: What the save cost so far; more is added.
+        layout: ``milepost`` or ``torch``.
+        on_claim: Called with the folder, once it is known.
+        share: What this rank contributes, of several.
+        is_joined: Whether the leader writes whole tensors for all.
+    """
+
+    request: SaveRequest
+    attempt: int
+    staged: Sequence[StagedPart] = ()
+    trees: Mapping[str, Any] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+    layout: str
+    on_claim: Callable[[str], None]
+    share: Share | None = None
+    is_joined: bool = False
+
+
+class Committer:
+    """Writes and commits the checkpoints of one session.
+
+    Args:
+        store: The run's store.
+        session: The settled session.
+        arena: Where the staged bytes are.
+        links: What may be shared with earlier checkpoints.
+        team: The ranks that write together; ``None`` for this process alone.
+        deadlines: How long ranks wait for each other.
+        compression: For single files; see ``visible.SUFFIXES``.
+        clock: Returns the seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        session: Session,
+        *,
+        arena: Arena,
+        links: Links,
+        team: Team | None,
+        deadlines: Deadlines,
+        compression: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.store = store
+        self.session = session
+        self._arena = arena
+        self._links = links
+        self._team = team
+        self._deadlines = deadlines
+        self._compression = compression
+        self._clock = clock
+        self._parent = session.origin.name if session.origin else None
+
+    def commit(self, work: Work) -> Manifest:
+        """Write and commit what was staged.
+
+        Raises:
+            FencedError: A newer session owns the run.
+            CheckpointError: It could not be committed; what was written was removed.
+        """
+        return self._commit_alone(work) if work.share is None else self._commit_share(work)
+
+    def _commit_alone(self, work: Work) -> Manifest:
+        held = claim(self.store, self.session, work.request.name, work.attempt)
+        work.on_claim(held.folder)
+        try:
+            manifest = self._write(held, work)
+        except BaseException as error:
+            if not isinstance(error, FencedError):
+                self._abandon(held, error)
+            raise
+        started_s = time.perf_counter()
+        try:
+            publish(self.store, self.session, manifest)
+        except FencedError:
+            raise
+        except CheckpointError as error:
+            self._abandon(held, error)
+            raise
+        work.stats["commit_s"] = time.perf_counter() - started_s
+        self._note_commit(manifest)
+        return manifest
+
+    def _commit_share(self, work: Work) -> Manifest:
+        """Commit together with the other ranks; every rank returns the manifest, or fails alike."""
+        assert self._team is not None
+        assert work.share is not None
+        team, share, deadline_s = self._team, work.share, self._deadlines.write_s
+        meet_s = self._deadlines.meet_s
+        agree(team, share, timeout_s=meet_s)
+        share.joined = join_trees(team, share.whole, share.own, timeout_s=meet_s)
+        held: Claim | None = None
+        mine_written: list[str] = []
+        started_s = time.perf_counter()
+        has_desk = work.is_joined and team.rank == 0
+        try:
+            with closing(Desk(team.host)) if has_desk else nullcontext() as desk:
+                held, address = self._claim_together(team, share.name, work.attempt, desk)
+                work.on_claim(held.folder)
+                mine = held
+
+                def write() -> list[Any]:
+                    if work.is_joined:
+                        entries = self._write_joined(mine, work, desk, address)
+                    else:
+                        entries = self._write_share(mine, work)
+                    mine_written.extend(entry.path for entry in entries)
+                    return [entry.to_json() for entry in entries]
+
+                def commit(written: list[list[Any]]) -> bytes:
+                    work.stats["write_s"] = time.perf_counter() - started_s
+                    entries = [
+                        FileEntry.from_json(one, where=f"rank {rank}")
+                        for rank, files in enumerate(written)
+                        for one in files
+                    ]
+                    manifest = self._manifest(mine, work, entries, team.world_size)
+                    publish(self.store, self.session, manifest)
+                    return manifest.to_bytes()
+
+                data = team.gather("write its share", write, commit, timeout_s=deadline_s)
+        except BaseException as error:
+            if held is not None and not isinstance(error, FencedError):
+                if team.rank == 0:
+                    self._abandon(held, error)
+                else:
+                    self._withdraw(held, mine_written)
+            raise
+        manifest = Manifest.from_bytes(data, where=held.folder)
+        ended_s = time.perf_counter() - started_s
+        work.stats["commit_s"] = ended_s - work.stats.setdefault("write_s", ended_s)
+        self._note_commit(manifest)
+        self._links.committed.update(part.plan.file for part in work.staged)
+        return manifest
+
+    def _claim_together(
+        self, team: Team, name: str, attempt: int, desk: Desk | None
+    ) -> tuple[Claim, Any]:
+        """Return the claim, and where the leader's desk is if it has one."""
+
+        def hold() -> dict[str, Any]:
+            held = asdict(claim(self.store, self.session, name, attempt))
+            return {"claim": held, "desk": None if desk is None else desk.address}
+
+        found = team.lead("claim a folder", hold, timeout_s=self._deadlines.write_s)
+        return Claim(**found["claim"]), found["desk"]
+
+    def _write_share(self, held: Claim, work: Work) -> list[FileEntry]:
+        """Write the parts of this rank and the table of what is in them; the leader, the trees."""
+        assert self._team is not None
+        assert work.share is not None
+        texts = work.share.documents(
+            places(work.staged), rank=self._team.rank, team=self._team.world_size
+        )
+        entries, linked = self._write_parts(held, work.staged, texts)
+        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
+        work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
+        return [*entries, *linked]
+
+    def _write_joined(
+        self, held: Claim, work: Work, desk: Desk | None, address: Any
+    ) -> list[FileEntry]:
+        """Have the leader write what all ranks share, and each rank write what is its own."""
+        assert self._team is not None
+        assert work.share is not None
+        rank, times, memory = self._team.rank, self._deadlines, self._arena.view
+        with nullcontext() if desk is None else closing(desk):  # or others would wait for it
+            describing = partial(
+                describe, work.staged, work.share.own, committed=self._links.committed
+            )
+            if desk is None:
+                line = call(address, rank=rank, call_s=times.meet_s, timeout_s=times.write_s)
+                with closing(line):
+                    serve(line, work.staged, describing, rank=rank, memory=memory)
+                return [] if work.layout == "torch" else self._write_own(held, work, None)
+            with gathered(
+                desk,
+                work.staged,
+                describing(),
+                world_size=self._team.world_size,
+                memory=memory,
+                deadlines=times,
+            ) as found:
+                if work.layout == "torch":
+                    return self._write_state(
+                        held, work, found.state({**work.trees, **work.share.joined})
+                    )
+                return self._write_own(held, work, found)
+
+    def _write_own(self, held: Claim, work: Work, found: Gathered | None) -> list[FileEntry]:
+        """Write what is this rank's own; and what all ranks share, on the rank that has it all."""
+        assert self._team is not None
+        assert work.share is not None
+        own = {item.name for item in work.share.own if item.home == "each"}
+        staged = [part for part in work.staged if part.plan.item in own]
+        jobs: list[FileJob] = []
+        linked: list[FileEntry] = []
+        rows: dict[str, list[Any]] = {}
+        for item, part, is_unchanged in () if found is None else found.parts():
+            rows.setdefault(item, []).extend(part.rows())
+            if not is_unchanged:
+                self._links.forget(part.file)
+            entry = self._links.try_link(held.folder, part.file) if is_unchanged else None
+            if entry is not None:
+                linked.append(entry)
+            elif found is not None:
+                jobs.append(part.job(f"{held.folder}/{part.file}", found.tables[item], found))
+        texts = work.share.documents(
+            places(staged), rank=self._team.rank, team=self._team.world_size, joined=rows
+        )
+        entries, more = self._write_parts(held, staged, texts, jobs)
+        linked += more
+        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
+        work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
+        return [*entries, *linked]
+
+    def _note_commit(self, manifest: Manifest) -> None:
+        """Remember what later checkpoints may share files with."""
+        if "/" not in manifest.name:
+            self._parent = manifest.name
+            self._links.note(manifest)
+
+    def _abandon(self, held: Claim, error: BaseException) -> None:
+        """Remove what a failed attempt wrote; say so where that fails too."""
+        try:
+            left = abandon(self.store, held)
+        except CheckpointError as second:
+            _log.warning("After %s: %s was not removed: %s", error, held.folder, second)
+            return
+        if left:
+            _log.warning("After a failed save %s could not be removed: %s", held.folder, left)
+
+    def _withdraw(self, held: Claim, paths: Sequence[str]) -> None:
+        """Remove what this rank wrote after the leader had given up; say so where that fails."""
+        try:
+            withdraw(self.store, held, paths)
+        except CheckpointError as error:
+            _log.warning("What was written too late to %s was not removed: %s", held.folder, error)
+
+    def _write(self, held: Claim, work: Work) -> Manifest:
+        started_s = time.perf_counter()
+        if work.layout == "torch":
+            entries = self._write_single(held, work)
+            linked: list[FileEntry] = []
+        else:
+            entries, linked = self._write_parts(
+                held, work.staged, documents(work.trees, work.staged)
+            )
+        work.stats["write_s"] = time.perf_counter() - started_s
+        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
+        work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
+        return self._manifest(held, work, [*entries, *linked], 1)
+
+    def _manifest(
+        self,
+        held: Claim,
+        work: Work,
+        files: Sequence[FileEntry],
+        world_size: int,
+    ) -> Manifest:
+        request = work.request
+        return Manifest(
+            name=held.folder,
+            run_id=self.session.run_id,
+            session=self.session.number,
+            attempt=held.attempt,
+            write_id=held.write_id,
+            parent=self._parent,
+            reason=request.reason,
+            is_final=request.is_final,
+            created_s=self._clock(),
+            time=request.time,
+            metrics=request.metrics,
+            world_size=world_size,
+            layout=work.layout,
+            items=tuple(work.trees),
+            files=tuple(sorted(files, key=lambda entry: entry.path)),
+            software=_software(),
+            notes=request.notes,
+            stats=dict(work.stats),
+        )
+
+    def _write_parts(
+        self,
+        held: Claim,
+        staged: Sequence[StagedPart],
+        texts: Mapping[str, bytes],
+        others: Sequence[FileJob] = (),
+    ) -> tuple[list[FileEntry], list[FileEntry]]:
+        jobs: list[FileJob] = list(others)
+        linked: list[FileEntry] = []
+        for part in staged:
+            entry = self._links.try_link(held.folder, part.plan.file) if part.is_unchanged else None
+            if entry is not None:
+                linked.append(entry)
+                continue
+            plan = part.plan
+            data = self._arena.view(plan.arena_start, plan.arena_stop)
+            jobs.append(file_job(f"{held.folder}/{plan.file}", plan.file, data))
+        for path, text in texts.items():
+            jobs.append(file_job(f"{held.folder}/{path}", path, _aligned(text)))
+        return write_files(self.store, jobs), linked
+
+    def _write_single(self, held: Claim, work: Work) -> list[FileEntry]:
+        tensors = {
+            (part.plan.item, entry.key): self._staged_tensor(part, index)
+            for part in work.staged
+            for index, entry in enumerate(part.plan.tensors)
+        }
+
+        def build(item: str) -> Any:
+            def get(key: str) -> Tensor:
+                return tensors[item, key]
+
+            return unpack_item(work.trees[item], get)
+
+        value = layout_state({item: build(item) for item in work.trees})
+        return self._write_state(held, work, value)
+
+    def _write_state(self, held: Claim, work: Work, value: Any) -> list[FileEntry]:
+        check_plain(value, ("checkpoint",))
+        path = f"{held.folder}{SUFFIXES[self._compression]}"
+        blocks = encode_single(value, compression=self._compression)
+        entries = write_files(self.store, [FileJob(f"{held.folder}/{path}", path, blocks)])
+        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
+        return entries
+
+    def _staged_tensor(self, part: StagedPart, index: int) -> Tensor:
+        from ..state.source import TensorInfo, new_tensor
+
+        entry = part.plan.tensors[index]
+        if entry.start == entry.stop:
+            return new_tensor(TensorInfo(entry.dtype, entry.shape))
+        start = part.plan.arena_start
+        raw = self._arena.tensor(start + entry.start, start + entry.stop)
+        empty = new_tensor(TensorInfo(entry.dtype, ()))
+        return raw.view(empty.dtype).view(entry.shape).clone()
+
+
+def _aligned(data: bytes) -> memoryview:
+    """Return a page-aligned copy that is readable up to the next page border."""
+    memory = page_memory(len(data))
+    memory[: len(data)] = data
+    return memoryview(memory)[: len(data)]
+
+
+def _software() -> dict[str, str]:
+    return {
+        "milepost": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
