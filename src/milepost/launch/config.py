@@ -21,8 +21,8 @@ class ScalingConfig:
     """How many workers there are.
 
     Attributes:
-        num_workers: The number, or the fewest and the most. Each attempt starts as many as are
-            available, at most the latter. 0 calls the function in this very process: under
+        num_workers: The number, or the fewest and the most. Each attempt starts as many as there
+            is room for, at most the latter. 0 calls the function in this very process: under
             ``torchrun`` in each of its processes.
     """
 

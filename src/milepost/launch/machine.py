@@ -10,15 +10,22 @@ from ..processes.keeping import Keeper
 from ..reporting.current import MEET
 from .engine import Events, Plan
 from .environment import LOOPBACK, HeldPort, Spot, environment_of
+from .slots import SLOTS, num_processors, slots_of
 from .workers import Workers
 
 __all__ = ["LocalEngine"]
 
 
 class LocalEngine:
-    """Runs workers on this machine."""
+    """Runs workers on this machine.
 
-    def __init__(self) -> None:
+    Args:
+        is_told: Whether somebody says before each attempt how many workers there may be, so that
+            processors need not be counted.
+    """
+
+    def __init__(self, *, is_told: bool = False) -> None:
+        self._is_told = is_told
         self._keeper: Keeper | None = None
         self._ports: list[int] = []
 
@@ -36,9 +43,20 @@ class LocalEngine:
         self._keeper.close()
 
     def reserve(self, fewest: int, most: int) -> int:
-        """Return how many workers can be started: as many as are wanted."""
-        del fewest
-        return most
+        """Return how many workers can be started.
+
+        As many as ``MILEPOST_SLOTS`` says. Where it says nothing and the number is left open, as
+        many as there are processors, and not less than are needed.
+
+        Raises:
+            CheckpointError: ``MILEPOST_SLOTS`` holds no number and names no file that does.
+        """
+        slots = slots_of(os.environ.get(SLOTS, ""))
+        if slots is not None:
+            return min(most, slots)
+        if self._is_told:
+            return most
+        return max(fewest, min(most, num_processors()))
 
     def group(self, plan: Plan, events: Events) -> Workers:
         """Return the workers of an attempt."""

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from ..errors import MissingError, UsageError, storage_error
 from ..processes.keeping import Keeper
+from ..reporting.current import MEET
 from ..stores.url import open_store
 from .engine import Ended, Event, Plan
 from .environment import HeldPort, Spot, environment_of
@@ -50,6 +51,7 @@ class Share:
         plan: The attempt.
         spots: Where each of its workers stands.
         address: Where rank 0 listens for the others.
+        meeting: Where ranks meet that report, as ``host:port``.
         config: Text of the launch's ``config.json``.
         working_folder: Where the workers run.
         variables: Variables for the environment of the workers of this machine.
@@ -58,6 +60,7 @@ class Share:
     plan: Plan
     spots: tuple[Spot, ...]
     address: tuple[str, int]
+    meeting: str
     config: str
     working_folder: str
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +109,7 @@ class Node:
         # The kernel ends a worker when the thread that started it ends, so that is one of our own.
         self._starter = ThreadPoolExecutor(1, "milepost-node")
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._port: HeldPort | None = None
+        self._ports: tuple[HeldPort, ...] = ()
         self._workers: Workers | None = None
         self._changes: Changes | None = None
         self._is_closed = False
@@ -115,12 +118,12 @@ class Node:
         self._num_told = 0
         self._news = News((), (), is_last=False)
 
-    def hold_port(self, host: str) -> int:
-        """Return a port for rank 0, which is held until the workers are gone."""
-        if self._port is not None:
-            self._port.close()
-        self._port = HeldPort(host=host)
-        return self._port.number
+    def hold_ports(self, host: str) -> tuple[int, int]:
+        """Return ports for rank 0, held until all are gone: for the group and for reports."""
+        for port in self._ports:
+            port.close()
+        self._ports = (HeldPort(host=host), HeldPort(host=host))
+        return self._ports[0].number, self._ports[1].number
 
     def check(self, *, place: str, token: str, number: int, needed: tuple[str, ...]) -> None:
         """Require that this machine sees what the launcher sees.
@@ -162,7 +165,7 @@ class Node:
                     plan=plan,
                     address=share.address,
                     launch_folder=self._folder,
-                    base={**os.environ, **share.variables},
+                    base={**os.environ, **share.variables, MEET: share.meeting},
                 )
                 for spot in share.spots
             },
@@ -215,7 +218,7 @@ class Node:
             self._workers.kill()
 
     def close(self) -> None:
-        """Kill what is left, and let go of the port. Then :meth:`listen` comes to its last."""
+        """Kill what is left, and let go of the ports. Then :meth:`listen` comes to its last."""
         with self._closing:
             if self._is_closed:
                 return
@@ -223,8 +226,8 @@ class Node:
                 if self._workers is not None:
                     self._workers.close()
             finally:
-                if self._port is not None:
-                    self._port.close()
+                for port in self._ports:
+                    port.close()
                 self._starter.shutdown()
                 self._is_closed = True
 

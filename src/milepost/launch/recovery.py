@@ -63,7 +63,8 @@ def launch(
         config: Passed to the function. Must be what JSON can hold.
         scaling: How many workers. Default: one.
         run: Where, and what is done about failures.
-        available: Says before each attempt how many workers there may be. Default: all.
+        available: Says before each attempt how many workers there may be. On this machine
+            ``MILEPOST_SLOTS`` says it too.
         engine: Where they run: ``"local"``, on this machine; ``"ray"``, on the machines of a Ray
             cluster; or a ``RayEngine`` with options.
         validation: How checkpoints are validated that are reported with ``validation=True``.
@@ -99,7 +100,7 @@ def launch(
         scaling=scaling,
         run=run,
         available=available,
-        engine=_engine_of(engine),
+        engine=_engine_of(engine, is_told=available is not None),
         validation=validation,
     ).run()
 
@@ -290,11 +291,11 @@ class _Launch:
         return result
 
 
-def _engine_of(given: str | Engine) -> Engine:
+def _engine_of(given: str | Engine, *, is_told: bool) -> Engine:
     if not isinstance(given, str):
         return given
     if given == "local":
-        return LocalEngine()
+        return LocalEngine(is_told=is_told)
     if given == "ray":
         from .ray import RayEngine
 

@@ -96,8 +96,9 @@ class RemoteGroup:
         plan = self._plan
         config = (plan.folder / "config.json").read_text(encoding="utf-8")
         try:
-            port = self._links[0].ask(
-                "hold_port", _interface(self._links), timeout_s=self._silent_s
+            host = self._links[0].address
+            port, meeting = self._links[0].ask(
+                "hold_ports", _interface(self._links), timeout_s=self._silent_s
             )
             for link, spots, variables in zip(
                 self._links, self._spots, self._variables, strict=True
@@ -105,7 +106,8 @@ class RemoteGroup:
                 share = Share(
                     plan=plan,
                     spots=tuple(spots),
-                    address=(self._links[0].address, port),
+                    address=(host, port),
+                    meeting=f"{host}:{meeting}",
                     config=config,
                     working_folder=self._working_folder,
                     variables=variables,

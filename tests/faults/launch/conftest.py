@@ -6,6 +6,7 @@ launcher that forgets one runs into the timeout of the tests.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -64,15 +65,23 @@ class Jobs:
             self.run(body, **options)
         return caught.value.facts["result"]
 
-    def start(self, body: str, *options: str) -> subprocess.Popen[str]:
+    def start(
+        self, body: str, *options: str, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """Launch a script from a program of its own."""
         command = [sys.executable, "-m", "milepost.cli.app", "run", *options, self.script(body)]
-        return self.started(command)
+        return self.started(command, env=env)
 
-    def started(self, command: list[str]) -> subprocess.Popen[str]:
+    def started(
+        self, command: list[str], *, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """Start a program, which does not outlive the test."""
         pipe = subprocess.PIPE
-        self._started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
+        self._started.append(
+            subprocess.Popen(
+                command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **(env or {})}
+            )
+        )
         return self._started[-1]
 
     def ended(self, process: subprocess.Popen[str]) -> int:

@@ -128,9 +128,10 @@ def test_ranks_are_numbered_over_machines_and_told_where_they_stand(jobs, capfd)
         ["1", "0", "2", "2", "3"],
         ["0", "1", "1", "2", "3"],
     ]
-    shared = [{env[name] for env in envs} for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    shared = [{env[name] for env in envs} for name in ("MASTER_PORT", "MILEPOST_MEET")]
     assert [len(one) for one in shared] == [1, 1]
     assert {env["MASTER_ADDR"] for env in envs} == {"127.0.0.1"}
+    assert envs[0]["MILEPOST_MEET"] != f"127.0.0.1:{envs[0]['MASTER_PORT']}"
     for rank in range(3):
         log = (result.folder / f"attempt-1/rank-{rank}.log").read_text()
         assert log == f"out {rank} {'x' * 5_000}\n"

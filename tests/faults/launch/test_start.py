@@ -164,3 +164,29 @@ def test_log_that_cannot_be_opened_is_a_failed_attempt(jobs):
     )
     assert "Could not create" in result.error.text
     assert [one.num_workers for one in result.attempts] == [1, 0]
+
+
+def test_workers_are_lost_and_come_back_as_a_file_says(jobs):
+    """Whoever gives machines and takes them away writes there how many are left."""
+    (jobs.folder / "slots").write_text("8")
+    process = jobs.start(
+        """
+        size = int(os.environ["WORLD_SIZE"])
+        liveness.note_commit(f"ba{attempt}", attempt)
+        note(f"up-{attempt}-{rank}", size)
+        if attempt < 3:
+            if rank == 0:
+                while not all((here / f"up-{attempt}-{r}").exists() for r in range(size)):
+                    time.sleep(0.01)
+                note("slots", {1: 2, 2: 3}[attempt])
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+        """,
+        "--workers=2:4",
+        "--max-failures=1",
+        env={"MILEPOST_SLOTS": "slots"},
+    )
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    sizes = [sum(1 for _ in jobs.folder.glob(f"up-{attempt}-*")) for attempt in range(1, 4)]
+    assert sizes == [4, 2, 3]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ...errors import LaunchFailedError
+from ...errors import LaunchFailedError, UsageError
 from ..exits import tell
 
 __all__ = ["run"]
@@ -20,7 +20,10 @@ def run(  # noqa: PLR0913 - an option each
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
     ] = None,
     *,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers.")] = 1,
+    workers: Annotated[
+        str,
+        typer.Option("--workers", "-n", metavar="N or N:M", help="How many; or from N to M."),
+    ] = "1",
     max_failures: Annotated[
         int, typer.Option(help="Failures that are followed by a new attempt; -1: any number.")
     ] = 0,
@@ -59,7 +62,7 @@ def run(  # noqa: PLR0913 - an option each
         launch(
             script,
             arguments or [],
-            scaling=ScalingConfig(num_workers=workers),
+            scaling=ScalingConfig(num_workers=_num_workers(workers)),
             engine=engine,
             run=RunConfig(
                 storage_path=storage_path, name=name, failure_config=failures, grace_s=grace_s
@@ -68,3 +71,12 @@ def run(  # noqa: PLR0913 - an option each
     except LaunchFailedError as error:
         tell(error)
         raise typer.Exit(_FAILED) from error
+
+
+def _num_workers(text: str) -> int | tuple[int, int]:
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+        raise UsageError(
+            f"--workers {text} is no number of workers.", hint="Write 4, or 2:4 for from 2 to 4."
+        )
+    return int(parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
