@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from claims import Figures
+from rank_work import NUM_LAYERS, WIDTH
 
 from milepost.testing.ranks import run_ranks
 
@@ -39,8 +40,8 @@ def save_and_load(folder: Path, *, num_ranks: int, rounds: int) -> tuple[Figures
     for rows in zip(*found, strict=True):
         for name in rows[0]:
             figures.add(name, max(row[name] for row in rows))
-    state_bytes = 3 * 11 * (2048 * 2048 + 2048) * 4
-    return figures, state_bytes
+    # Weights, and two moments of each.
+    return figures, 3 * NUM_LAYERS * (WIDTH + 1) * WIDTH * 4
 
 
 def reshard(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import json
 import os
 import pickle
-import resource
 import struct
 import subprocess
 import sys
@@ -270,7 +268,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 40  # of 96 MB
-    assert resource.RUSAGE_SELF == 0
 
 
 def test_a_flipped_bit_is_found_by_an_import(tmp_path: Path) -> None:
@@ -471,8 +468,6 @@ def test_a_hostile_metadata_is_refused(
 ) -> None:
     """Typed, quickly, without running anything or opening what is not in the folder."""
     folder = folder_with(tmp_path / "plain", spoil)
-    if spoil is spoil_all:
-        assert not isinstance(pickle.loads((folder / ".metadata").read_bytes()), int)
     with pytest.raises(kind):
         import_checkpoint(folder, tmp_path / "run")
     assert not Path("/tmp/milepost-was-here").exists()
@@ -537,24 +532,17 @@ def test_a_hostile_piece_is_refused(tmp_path: Path, name: str) -> None:
     def spoil(metadata: Any) -> None:
         for index, info in metadata.storage_data.items():
             if index.fqn == "m.w":
-                info.relative_path, info.offset, info.length = "bad.distcp", 0, 10_000
+                info.relative_path, info.offset, info.length = "bad.distcp", 0, len(content)
 
     folder = folder_with(tmp_path / "plain", spoil)
-    (folder / "bad.distcp").write_bytes(content.ljust(10_000, b"\0")[: max(10_000, len(content))])
-    whole = (folder / ".metadata").read_bytes()
-    metadata = pickle.loads(whole)
-    for index, info in metadata.storage_data.items():
-        if index.fqn == "m.w" and content:
-            info.length = len(content)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    if content and name != "empty":
-        (folder / "bad.distcp").write_bytes(content)
+    (folder / "bad.distcp").write_bytes(content)
     with pytest.raises((mp.FormatError, mp.UnsupportedStateError)):
         import_checkpoint(folder, tmp_path / "run", items=["m"])
     target = {"m": {"w": torch.zeros(2, 3)}}
     with pytest.raises((mp.FormatError, mp.UnsupportedStateError, dcp.CheckpointException)):
         dcp.load(target, storage_reader=StorageReader(folder))
     assert target["m"]["w"].eq(0).all()
+    assert not (tmp_path / "run").exists() or not mp.open_run(tmp_path / "run").checkpoints()
     assert not Path("/tmp/milepost-was-here").exists()
 
 
@@ -616,4 +604,4 @@ def test_the_metadata_says_what_torchs_own_reader_says(tmp_path: Path) -> None:
         if hasattr(one, "chunks"):
             assert (mine.size, mine.chunks) == (one.size, one.chunks)
             assert mine.properties.dtype == one.properties.dtype
-    assert json.dumps(sorted(DcpSource(tmp_path).trees)) == '["m", "o"]'
+    assert sorted(DcpSource(tmp_path).trees) == ["m", "o"]

@@ -48,7 +48,7 @@ def export_folder(state: Mapping[str, Any], target: str | os.PathLike[str]) -> P
             with warnings.catch_warnings():
                 # That it is one process is not worth a word.
                 warnings.filterwarnings("ignore", message="torch.distributed is")
-                save(dict(state), checkpoint_id=temporary, no_dist=True)
+                save(dict(state), checkpoint_id=temporary)
             posix.sync_folder(str(temporary))
             if not posix.rename_new(str(temporary), str(path)):
                 temporary.rename(path)  # onto a folder that is not empty this fails

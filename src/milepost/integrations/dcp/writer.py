@@ -197,7 +197,8 @@ class StorageWriter(storage.StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim a folder, and tell every rank what it is called there. Called by DCP, on rank 0."""
-        if not all(plan.usable for plan in plans):
+        # Versions of torch that have no such plans do not say so either.
+        if not all(getattr(plan, "usable", True) for plan in plans):
             raise _no_plan_caching()
         assert self._store is not None
         assert self._name is not None
