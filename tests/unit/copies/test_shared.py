@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import stat
 import subprocess
 import sys
@@ -266,3 +267,35 @@ def test_a_deadline_in_the_same_process_names_it(make_remote, cache):
     thread.join(30)
     with Checkpoint(make_remote(), "ep1").as_directory():
         pass
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(4))
+def test_a_storm_of_readers_that_are_killed(far, make_remote, cache, seed):
+    """At any moment, a reader or the one who downloads: nobody ever sees a wrong byte or hangs."""
+    draw, num_ok = random.Random(seed), 0
+    script = Path(__file__).with_name("storm_script.py")
+
+    def start(number: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(script), str(far), str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    readers = [start(number) for number in range(4)]
+    for number in range(40):
+        threading.Event().wait(draw.random() * 0.3)
+        victim = readers.pop(draw.randrange(len(readers)))
+        victim.kill()
+        lines = victim.communicate(timeout=30)[0].splitlines()
+        assert set(lines) <= {"ok"}
+        num_ok += len(lines)
+        readers.append(start(100 + number))
+    for reader in readers:
+        reader.kill()
+        assert set(reader.communicate(timeout=30)[0].splitlines()) <= {"ok"}
+    assert num_ok
+    with Checkpoint(make_remote(), "ep1").as_directory():
+        pass
+    assert list(cache.iterdir()) == []
