@@ -16,7 +16,8 @@ __all__ = ["NameFormat", "as_number", "natural_name"]
 
 _log = logging.getLogger("milepost")
 
-_PROGRESS: Mapping[str, Any] = {"name": "ba0", **Timer().snapshot()}
+_RANK = {"rank": 0}  # of several ranks all save one checkpoint, and rank 0 commits it
+_PROGRESS: Mapping[str, Any] = {"name": "ba0", **_RANK, **Timer().snapshot()}
 """What is known of every checkpoint, with a value of the kind that each has."""
 
 _MAX_BITS = 1023
@@ -27,8 +28,9 @@ class NameFormat:
 
     Args:
         pattern: Text with fields in braces: ``name`` (what the schedule calls it), any counter of
-            the timer such as ``epoch`` or ``batch``, and any logged metric, as in
-            ``"{epoch}-{val/loss:.3f}"``; the name of a metric may hold dots, brackets and colons.
+            the timer such as ``epoch`` or ``batch``, ``rank`` (0: all ranks save one checkpoint),
+            and any logged metric, as in ``"{epoch}-{val/loss:.3f}"``; the name of a metric may hold
+            dots, brackets and colons.
             Characters that a place may refuse become ``_``, and a name that is too long is cut and
             ends in a digest that keeps it apart from others.
 
@@ -84,7 +86,7 @@ class NameFormat:
 
     def name(self, plain: str, counters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
         """Return the name of a checkpoint; a metric that was not logged is written as ``nan``."""
-        values = {**metrics, **counters, "name": plain}
+        values = {**metrics, **counters, **_RANK, "name": plain}
         text = ""
         for literal, field in self._parts:
             text += literal + ("" if field is None else self._written(field, values))

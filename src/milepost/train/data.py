@@ -11,7 +11,7 @@ import torch
 
 from ..errors import UsageError
 
-__all__ = ["DataSpec", "count_samples", "move_batch", "split_batch"]
+__all__ = ["DataSpec", "count_samples", "move_batch", "split_batch", "tensors_of"]
 
 Batch = Any
 
@@ -22,7 +22,7 @@ def count_samples(batch: Batch) -> int:
     Raises:
         UsageError: No tensor, a tensor without dimensions, or different lengths.
     """
-    lengths = {_length(tensor) for tensor in _tensors(batch)}
+    lengths = {_length(tensor) for tensor in tensors_of(batch)}
     if len(lengths) != 1:
         found = ", ".join(map(str, sorted(lengths))) or "no tensor"
         raise UsageError(
@@ -135,13 +135,14 @@ def _dataset_length(dataloader: Iterable[Batch]) -> int | None:
         return None
 
 
-def _tensors(batch: Batch) -> list[torch.Tensor]:
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """Return the tensors in a batch, in their order."""
     if isinstance(batch, torch.Tensor):
         return [batch]
     if isinstance(batch, Mapping):
-        return [tensor for value in batch.values() for tensor in _tensors(value)]
+        return [tensor for value in batch.values() for tensor in tensors_of(value)]
     if isinstance(batch, list | tuple):
-        return [tensor for value in batch for tensor in _tensors(value)]
+        return [tensor for value in batch for tensor in tensors_of(value)]
     return []
 
 
@@ -164,7 +165,7 @@ def _split(batch: Batch, num_parts: int) -> list[Batch]:
             for index in range(num_parts)
         ]
     if isinstance(batch, list | tuple):
-        if not _tensors(batch):
+        if not tensors_of(batch):
             # The same bounds as tensor_split: the first parts get the samples left over.
             short, left_over = divmod(len(batch), num_parts)
             bounds = [short * index + min(index, left_over) for index in range(num_parts + 1)]

@@ -18,6 +18,7 @@ from .events import Event
 from .group import Group
 from .metrics import Metrics
 from .saving import Saving
+from .sharing import is_left_to_the_user, warn_if_alike
 from .state import State
 from .step import TrainStep
 from .stopping import Stopping
@@ -80,6 +81,7 @@ class Loop:
         self._steps_schedulers_per_batch = steps_schedulers_per_batch
         self.on_batch: Callable[[], None] = lambda: None
         self._rng: Mapping[str, Any] | None = None
+        self._is_to_compare = not group.is_alone and is_left_to_the_user(loader.loader)
         self._is_over = False
         self._is_exhausted = False
 
@@ -156,6 +158,9 @@ class Loop:
 
     def _run_batch(self, batch: Any) -> None:
         state, data = self._state, self._data
+        if self._is_to_compare:
+            self._is_to_compare = False
+            warn_if_alike(batch, self._group)
         state.batch = data.device_transforms(move_batch(batch, state.device))
         state.batch_num_samples = data.get_num_samples_in_batch(state.batch)
         state.batch_num_tokens = data.get_num_tokens_in_batch(state.batch)

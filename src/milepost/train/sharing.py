@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import zlib
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,7 +28,7 @@ from torch.utils.data import (
 
 from ..errors import UsageError
 from ..state.resumable_sampler import ResumableSampler
-from .data import DataSpec
+from .data import DataSpec, tensors_of
 from .evaluator import Evaluator
 from .group import Group
 from .parallel import Layout
@@ -35,10 +37,12 @@ from .state import State, loader_length
 __all__ = [
     "Share",
     "agree_on_length",
+    "is_left_to_the_user",
     "num_alike",
     "place_of",
     "share_evaluations",
     "share_training",
+    "warn_if_alike",
 ]
 
 _log = logging.getLogger(__name__)
@@ -161,6 +165,31 @@ def share_evaluations(evaluators: Iterable[Evaluator], *, group: Group, layout: 
     """Give this rank its share of the data of evaluators."""
     for one in evaluators:
         one.data = _share_evaluation(one.data, group=group, layout=layout, label=one.label)
+
+
+def is_left_to_the_user(loader: Any) -> bool:
+    """Return whether nobody but its maker knows what a loader yields on which rank."""
+    return _only_yields(loader) and place_of(loader) is None
+
+
+def warn_if_alike(batch: Any, group: Group) -> None:
+    """Warn if all ranks have the same batch.
+
+    Args:
+        batch: The first batch of this rank.
+        group: The ranks, all of which must ask.
+    """
+    digest = 0
+    for tensor in tensors_of(batch):
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest = zlib.crc32(raw.numpy().tobytes(), digest)
+    found = group.collect("compare its first batch", lambda: digest)
+    if digest and len(set(found)) == 1 and group.rank == 0:
+        _log.warning(
+            "All ranks have the same first batch. The training loader only yields, so what it "
+            "yields on which rank is its own choice: give each rank other samples, unless the "
+            "ranks share one model and must see the same."
+        )
 
 
 def agree_on_length(state: State, group: Group) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 from weakref import finalize
 
@@ -363,12 +364,6 @@ class Trainer:
         """Return whether a checkpoint was restored in full."""
         return self._session.is_restored
 
-    def _end_fit(self, error: BaseException | None) -> None:
-        try:
-            self._session.end_fit(error, is_rank_gone=self._alarm.is_rank_gone)
-        finally:
-            self._alarm.stop()
-
     @contextmanager
     def _training(self) -> Iterator[None]:
         """Surround the loop: signals, errors, progress, and the end of everything."""
@@ -399,4 +394,5 @@ class Trainer:
             raise error  # noqa: B904 - with its cause, or the very one that was raised
         finally:
             timer.stop()
-            close_all((self._dispatch.close, lambda: self._end_fit(error)), error)
+            leave = partial(self._session.end_fit, error, is_rank_gone=self._alarm.is_rank_gone)
+            close_all((self._dispatch.close, leave, self._alarm.stop), error)
