@@ -82,7 +82,11 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     """
     layout = checkpoint.manifest.layout
     if layout == "files":
-        return Contents(checkpoint, {}, {})
+        files = {
+            entry.path: f"{entry.size_bytes:,} B, CRC32C {entry.crc:08x}"
+            for entry in checkpoint.manifest.files
+        }
+        return Contents(checkpoint, {"files": files}, {})
     if layout == "torch":
         (file,) = (entry.path for entry in checkpoint.manifest.files)
         return _read_source(checkpoint, lambda _: file)

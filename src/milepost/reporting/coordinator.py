@@ -38,11 +38,12 @@ from ..errors import (
 )
 from ..format.manifest import FileEntry, Manifest
 from ..ranks.board import Board
-from ..ranks.outcome import Outcome, raise_failures
+from ..ranks.outcome import Outcome
 from ..runs.publish import Claim
 from .commit import Committer
 from .config import CheckpointConfig
 from .history import History
+from .lateness import ended_early, listed, not_known, summary, too_late
 from .sharing import merged, share_out
 from .validating import Validator
 
@@ -200,7 +201,7 @@ class Coordinator:
         if self._ended.get(0) and any(one.phase != "meeting" for one in self._open.values()):
             return False  # it has a deadline of its own
         missing = [rank for rank in self._counts if rank not in self._ended]
-        _log.warning("Left the run before these ranks did: %s", _listed(missing))
+        _log.warning("Left the run before these ranks did: %s", listed(missing))
         return True
 
     def _next_due_s(self) -> float | None:
@@ -290,7 +291,9 @@ class Coordinator:
         """Go on with the reports as far as what is known allows."""
         while True:
             for failed in [one for one in self._open.values() if one.errors]:
-                self._fail(failed, self._summary(failed))
+                self._fail(
+                    failed, summary(failed.number, failed.errors, world_size=self._board.world_size)
+                )
             report = self._head()
             if report is None or not self._step(report):
                 break
@@ -309,7 +312,7 @@ class Coordinator:
         gone = [rank for rank in missing if rank in self._ended]
         try:
             if gone:
-                raise self._ended_early(report, gone)
+                raise ended_early(report.number, gone, self._counts)
             if missing and self._clock() >= self._deadline_s(report):
                 raise self._too_late(report, missing)
             if missing:
@@ -444,7 +447,8 @@ class Coordinator:
                 self._tell_newest(ask)
             elif self._clock() >= ask.deadline_s:
                 late = [rank for rank, count in self._counts.items() if count < ask.up_to]
-                self._board.post(ask.key, error=self._not_known(ask, late))
+                error = not_known(ask.up_to, late, self._counts, timeout_s=ask.timeout_s)
+                self._board.post(ask.key, error=error)
             else:
                 waiting.append(ask)
         self._asks = waiting
@@ -468,60 +472,9 @@ class Coordinator:
         name = next((one for one in names if one is not None), None)
         return self._committer.default_name(report.number) if name is None else str(name)
 
-    # -- errors --------------------------------------------------------------------------------
-
-    def _summary(self, report: _Report) -> Exception:
-        """Return one error for all ranks from what some of them said."""
-        if self._board.world_size == 1:
-            return report.errors[0].exception()
-        others = [Outcome(rank) for rank in self._counts if rank not in _ranks(report.errors)]
-        outcomes = sorted([*report.errors, *others], key=lambda one: one.rank)
-        try:
-            raise_failures(f"make report {report.number}", outcomes)
-        except Exception as error:  # noqa: BLE001 - made here, to be told to every rank
-            return error
-        raise AssertionError("an error was said, and none was found")
-
-    def _ended_early(self, report: _Report, gone: Collection[int]) -> RankFailedError:
-        return RankFailedError(
-            f"Rank {_listed(gone)} ended before report {report.number} was made by every rank. "
-            f"{self._counted()}",
-            safe="Nothing was committed by it; earlier checkpoints are intact.",
-            hint="Every rank must report equally often, with a checkpoint or without.",
-            ranks=sorted(gone),
-        )
-
     def _too_late(self, report: _Report, missing: Collection[int]) -> DeadlineError:
-        what = "come to" if report.phase == "meeting" else "write its files for"
-        timeout_s = self._config.report_timeout_s
-        if report.phase != "meeting":
-            timeout_s = self._config.upload_timeout_s
-        return DeadlineError(
-            f"Rank {_listed(missing)} did not {what} report {report.number} within "
-            f"{timeout_s:g} s. {self._counted()}",
-            safe="Nothing was committed by it; earlier checkpoints are intact.",
-            hint="Every rank must report equally often, with a checkpoint or without.",
-            ranks=sorted(missing),
-        )
-
-    def _not_known(self, ask: _Ask, late: Collection[int]) -> DeadlineError:
-        who = f"rank {_listed(late)} to make it" if late else "its upload"
-        return DeadlineError(
-            f"It was not known within {ask.timeout_s:g} s what came of report {ask.up_to}: it "
-            f"waits for {who}. {self._counted()}",
-            safe="It goes on in the background.",
-            hint="Every rank must report equally often. Or wait longer.",
-            ranks=sorted(late),
-        )
-
-    def _counted(self) -> str:
-        shown = sorted(self._counts.items())[:_KEPT_ANSWERS]
-        return "Reports so far: " + ", ".join(f"rank {r} {n}" for r, n in shown) + "."
-
-
-def _ranks(outcomes: Collection[Outcome]) -> set[int]:
-    return {one.rank for one in outcomes}
-
-
-def _listed(ranks: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+        if report.phase == "meeting":
+            what, timeout_s = "come to", self._config.report_timeout_s
+        else:
+            what, timeout_s = "write its files for", self._config.upload_timeout_s
+        return too_late(report.number, missing, self._counts, what=what, timeout_s=timeout_s)

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,12 +113,14 @@ def claim(
         if next(iter(store.list(folder)), None) is not None:
             continue
         claimed = file_key(folder, ATTEMPT)
+        if not _put_claim(store, folder, fields):
+            continue
         try:
-            store.put_new(claimed, dump_record(fields))
-        except ExistsError:
-            if _claimed_by(store, folder) != write_id:
-                continue
-        if any(entry.key != claimed for entry in store.list(folder)):
+            is_shared = any(entry.key != claimed for entry in store.list(folder))
+        except CheckpointError:
+            store.delete(claimed)  # nobody would know that it was ours
+            raise
+        if is_shared:
             # Since the first look another attempt came and is just being removed again.
             store.delete(claimed)
             continue
@@ -169,12 +171,25 @@ def adopt(
     )
     if any(_is_there(store, folder, file) for file in (MANIFEST, DELETED)):
         raise taken
+    if not _put_claim(store, folder, fields):
+        raise taken
+    return held
+
+
+def _put_claim(store: Store, folder: str, fields: Mapping[str, Any]) -> bool:
+    """Create a claim; return ``False`` if there is another's.
+
+    An answer that got lost is replaced by a look at what is there: a claim that nobody knows to be
+    his would stand until the process has ended.
+    """
     try:
         store.put_new(file_key(folder, ATTEMPT), dump_record(fields))
     except ExistsError:
-        if _claimed_by(store, folder) != held.write_id:
-            raise taken from None
-    return held
+        return bool(_claimed_by(store, folder) == fields["write_id"])
+    except (StorageError, DeadlineError):
+        if _claimed_by(store, folder) != fields["write_id"]:
+            raise
+    return True
 
 
 def _claim_fields(session: Session, attempt: int, started_s: float) -> dict[str, Any]:

@@ -259,6 +259,44 @@ def test_a_child_of_a_worker_does_not_report_in_its_name(job):
     assert result.checkpoint.name == "report-2"
 
 
+def test_a_killed_launcher_loses_nothing_that_was_reported(job, tmp_path):
+    """The launcher takes no part in a commit: what a report returned from is there."""
+    job(
+        """
+        def train(config):
+            first, weight = start()
+            with open("starts", "a") as file:
+                file.write(f"{first}\\n")
+            for step in range(first, 4):
+                weight += 1
+                save({"step": step}, files={"state": json.dumps([step + 1, weight])})
+                if step == 1 and first == 0:
+                    os.kill(int(os.environ["MILEPOST_LAUNCHER_PID"]), signal.SIGKILL)
+                    signal.pause()
+            return weight
+
+        if __name__ == "__main__":
+            result = mp.launch(train, run=mp.RunConfig(name="a"))
+            print(result.return_value, result.checkpoint.name)
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ends = [
+        subprocess.run(
+            [sys.executable, "job_of_test.py"],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment,
+        )
+        for _ in range(2)
+    ]
+    assert [one.returncode for one in ends] == [-signal.SIGKILL, 0], ends[1].stderr
+    assert ends[1].stdout == "4.0 report-4\n"
+    assert Path("starts").read_text() == "0\n2\n"
+
+
 PHASES = {
     "before files are written": ("milepost.reporting.files:write_files", "before", 2),
     "when a file is written": ("milepost.stores.blocks:LocalWriter.close", "after", 2),

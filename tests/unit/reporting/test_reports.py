@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import milepost as mp
+from milepost.cli.compare import compare
+from milepost.cli.contents import read_contents
 from milepost.stores.memory import MemoryStore
 from milepost.testing import Fault, FaultStore
 
@@ -414,6 +416,8 @@ def test_adopted_files_survive_a_stop_before_their_commit(tmp_path, folder):
     script = f"""
 import os, pathlib
 import milepost as mp
+from milepost.cli.compare import compare
+from milepost.cli.contents import read_contents
 from milepost.reporting import commit
 commit.publish = lambda *args: os._exit(9)
 with mp.Reports({str(run)!r}):
@@ -569,8 +573,23 @@ def test_reports_load_no_torch(tmp_path):
     script = f"""
 import sys
 import milepost as mp
+from milepost.cli.compare import compare
+from milepost.cli.contents import read_contents
 with mp.Reports({str(tmp_path / "run")!r}):
     mp.report({{"n": 1}}, mp.Checkpoint.from_directory({str(Path(__file__).parent)!r}))
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_files_of_two_checkpoints_are_compared(tmp_path, folder):
+    """`milepost diff` must not call checkpoints equal whose tensors it does not know."""
+    with mp.Reports(tmp_path / "run"):
+        one = mp.report({}, folder(a="1", b="2", c="3")).wait()
+        other = mp.report({}, folder(a="1", b="3", d="3")).wait()
+    changes = compare(read_contents(one), read_contents(other)).others
+    assert [(one.path, one.kind) for one in changes] == [
+        ("files['b']", "changed"),
+        ("files['c']", "removed"),
+        ("files['d']", "added"),
+    ]
