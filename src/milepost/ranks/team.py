@@ -11,7 +11,7 @@ whoever waits for it says for whom. Every rank must ask for the same things in t
 is known by its number and its task, and a rank that asks for another thing is told so.
 
 The messages go through a key-value server of our own, which lives in the leader's process. A save
-and the training use it at the same time: each thread has its own connection.
+and the training use it at the same time, each thread through a connection of its own for that time.
 """
 
 from __future__ import annotations
