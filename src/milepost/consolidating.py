@@ -104,7 +104,7 @@ def consolidate(
             item ``model``. ``torch``: the whole state in one ``.pt``.
         name: Name of the new checkpoint; by default that of the old one.
         memory_bytes: The most memory to take for the bytes of tensors. With less than 16 MiB for
-            each rank that wrote, some bytes are read several times.
+            each rank that wrote, and 32 MiB, some bytes are read several times.
         progress: Called with the bytes of each block that was read.
 
     Returns:

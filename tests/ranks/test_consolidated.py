@@ -252,3 +252,56 @@ def test_a_rank_that_dies_while_it_hands_over_is_noticed_at_once(tmp_path: Path)
     assert said["a"] == "ok"
     assert "Rank 1 cannot be reached any more" in said["b"][1]
     assert [found.name for found in mp.open_run(tmp_path).checkpoints()] == ["a"]
+
+
+TRAINER = """
+    import milepost as mp
+    from milepost.train import Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def made(folder, **options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.5))
+        data = TensorDataset(torch.arange(48.0).reshape(12, 4), torch.zeros(12, 3))
+        return Trainer(
+            model=model,
+            train_dataloader=DataLoader(data, 2),
+            loss_fn=torch.nn.functional.mse_loss,
+            optimizers=torch.optim.AdamW(model.parameters(), lr=0.01),
+            save_folder=folder,
+            save_interval="2ba",
+            resume="auto",
+            seed=3,
+            progress_bar=False,
+            **options,
+        )
+"""
+
+
+def test_the_trainer_writes_one_file_for_all_ranks(tmp_path: Path) -> None:
+    """Whole tensors, or one ``.pt``; and it goes on from either as it would have."""
+    body = f"""
+    ends = {{}}
+    ways = {{"whole": dict(sharding="consolidated"), "torch": dict(save_format="torch")}}
+    for way, options in ways.items():
+        for name, stops in (("once", ["6ba"]), ("twice", ["2ba", "6ba"])):
+            for stop in stops:
+                trainer = made(
+                    {str(tmp_path)!r} + f"/{{way}}-{{name}}", max_duration=stop, **options
+                )
+                trainer.fit()
+                trainer.close()
+            model = trainer.state.bare_model
+            ends[way + name] = [p.tolist() for p in model.parameters()]
+    give(ends=ends)
+    """
+    given = run_ranks(TRAINER + body + LEAVE, 2)
+    for one in given:
+        assert one["ends"]["wholeonce"] == one["ends"]["wholetwice"]
+        assert one["ends"]["torchonce"] == one["ends"]["torchtwice"] == one["ends"]["wholeonce"]
+    assert given[0] == given[1]
+    with safe_open(tmp_path / "whole-twice" / "ep2" / "model.safetensors", "pt") as part:
+        whole = {name: part.get_tensor(name) for name in part.keys()}  # noqa: SIM118 - no mapping
+    single = torch.load(tmp_path / "torch-twice" / "ep2.pt", weights_only=True)
+    assert flat(single["state"]["model"]) == flat(whole) | {":": "dict"}
+    assert len(single["rng"]) == 2

@@ -88,6 +88,8 @@ class Trainer:
             epochs, a callable ``(state, event) -> bool``, or several. The end is always saved.
         save_compression: ``"gzip"``, ``"bzip2"`` or ``"lzma"`` for single-file checkpoints.
         save_format: ``"milepost"``, or ``"torch"`` for one ``.pt`` file per checkpoint.
+        sharding: Of several ranks: ``"auto"``, each writes what it holds; ``"consolidated"``,
+            rank 0 writes whole tensors into files that any tool opens.
         save_name_format: Names such as ``"ep{epoch}-ba{batch}"``; ``None``: ``ep3``, ``ba500``.
         keep: Which checkpoints to keep: a policy such as ``KeepLast(3)``, or several; empty: all.
         on_save_error: ``"raise"`` or ``"warn"``, when a save fails in the background.
@@ -147,6 +149,7 @@ class Trainer:
         save_interval: Any = "1ep",
         save_compression: str | None = "",
         save_format: Literal["milepost", "torch"] = "milepost",
+        sharding: Literal["auto", "consolidated"] = "auto",
         save_name_format: str | None = None,
         keep: KeepPolicy | Sequence[KeepPolicy] | None = (),
         on_save_error: Literal["raise", "warn"] = "raise",
@@ -217,6 +220,7 @@ class Trainer:
             run_options={
                 "keep": as_list(keep, name="keep", method="keep"),
                 "save_format": save_format,
+                "sharding": sharding,
                 "save_compression": save_compression or None,
                 "save_name_format": save_name_format,
                 "on_save_error": on_save_error,
