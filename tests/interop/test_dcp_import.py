@@ -207,7 +207,7 @@ def test_pieces_of_any_cut_are_put_together(
 
 
 def test_rows_become_whole_tensors_and_columns_stay_pieces(tmp_path: Path) -> None:
-    """The first opens as plain safetensors; both load."""
+    """The first opens as plain safetensors; both load, and pieces can be joined afterwards."""
     rows, columns = torch.randn(5, 4), torch.randn(4, 6)
     plain_folder(
         tmp_path / "plain",
@@ -226,6 +226,9 @@ def test_rows_become_whole_tensors_and_columns_stay_pieces(tmp_path: Path) -> No
     weights = found.load()["state"]["model"]
     assert weights["c"].equal(columns)
     assert weights["r"].equal(rows)
+    joined = mp.consolidate(found, tmp_path / "c", name="x")
+    assert load_file(tmp_path / "c" / "x" / "model.safetensors")["c"].equal(columns)
+    assert joined.load()["state"]["model"]["c"].equal(columns)
 
 
 def test_a_load_reads_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
