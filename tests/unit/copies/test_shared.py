@@ -299,3 +299,24 @@ def test_a_storm_of_readers_that_are_killed(far, make_remote, cache, seed):
     with Checkpoint(make_remote(), "ep1").as_directory():
         pass
     assert list(cache.iterdir()) == []
+
+
+def test_a_place_that_is_removed_while_it_is_locked_is_made_anew(
+    make_remote, files, cache, monkeypatch
+):
+    """Else two would have the turn: one on the old folder, one on the new."""
+    from milepost.copies import shared
+
+    try_lock, removed = shared.try_lock, []
+
+    def remove_first(fd, path, **options):
+        if not removed and path.parent == cache:
+            removed.append(path)
+            path.rmdir()
+        return try_lock(fd, path, **options)
+
+    monkeypatch.setattr(shared, "try_lock", remove_first)
+    with Checkpoint(make_remote(), "ep1").as_directory() as folder:
+        check(folder, files)
+    assert removed
+    assert list(cache.iterdir()) == []
