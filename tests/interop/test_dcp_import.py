@@ -258,19 +258,25 @@ def test_an_import_takes_little_memory(tmp_path: Path) -> None:
     """A folder many times as large as what it may take."""
     dcp.save({f"w{n}": torch.randn(4_000_000) for n in range(6)}, checkpoint_id=tmp_path / "plain")
     program = f"""
-import resource
+from pathlib import Path
 from milepost.importing import import_checkpoint
 from milepost.convert.dcp import DcpSource
+
+def peak():
+    # Not that of getrusage, which begins with the peak of the process that started this one.
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("VmHWM:")[1].split()[0]) // 1024
+
 DcpSource({str(tmp_path / "plain")!r})
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 import_checkpoint({str(tmp_path / "plain")!r}, {str(tmp_path / "run")!r})
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+print(peak() - before)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 40  # of 96 MB
+    assert 0 < int(done.stdout) < 24  # of 96 MB
 
 
 def test_a_flipped_bit_is_found_by_an_import(tmp_path: Path) -> None:
