@@ -218,3 +218,51 @@ def test_stages_that_are_sharded_and_tied_to_each_other_are_one_model(tmp_path: 
         rate, decay = (0.1, 0.01) if p.dim() > 1 else (0.2, 0.0)
         torch.testing.assert_close(p, expected[name] * (1 - rate * decay) - rate)
         assert optimizer.state[p]["step"] == 1.0
+
+
+def test_ranks_that_change_what_they_hold_lose_nothing_unseen(tmp_path: Path) -> None:
+    """Who writes what follows from what was told at the start: the leader looks at the outcome."""
+    body = f"""
+    def attempt(work):
+        try:
+            work()
+        except mp.CheckpointError as error:
+            return [type(error).__name__, str(error)]
+        return "ok"
+
+    torch.manual_seed(0)
+    shared = nn.ModuleDict({{name: nn.Linear(40, 40) for name in "abcd"}})
+    stage = nn.ModuleDict({{**shared, f"own{{rank}}": nn.Linear(2, 2)}})
+    said = []
+    with mp.Checkpointer({str(tmp_path / "a")!r}, model=mp.Stage(stage)) as run:
+        said.append(attempt(lambda: run.save("whole", wait=True)))
+        stage[f"new{{rank}}"] = nn.Linear(3, 3)
+        said.append(attempt(lambda: run.save("more", wait=True)))
+        if rank == 1:
+            for name in "abcd":
+                del stage[name]
+        said.append(attempt(lambda: run.save("less", wait=True)))
+        if rank == 1:
+            stage.update(shared)
+        said.append(attempt(lambda: run.save("again", wait=True)))
+        stage.train(rank == 0)
+        said.append(attempt(lambda: run.save("modes", wait=True)))
+    model = mp.Stage(stage) if rank else stage
+    run = mp.Checkpointer({str(tmp_path / "b")!r}, model=model, rank_timeout_s=5.0)
+    said.append(attempt(run.open))
+    give(said=said)
+    """
+    zero, one = (given["said"] for given in run_ranks(BUILD + body, 2))
+    assert [said == "ok" for said in zero] == [True, True, False, True, False, False]
+    for number in (2, 4, 5):
+        assert zero[number] == one[number]
+        assert zero[number][0] == "MismatchError"
+    assert "do not all have model/a.bias" in zero[2][1]
+    assert "setup/models/model/is_training" in zero[4][1]
+    assert "do not mean the same by model" in one[5][1]
+    run = mp.open_run(tmp_path / "a")
+    assert [found.name for found in run.checkpoints()] == ["whole", "more", "again"]
+    names = set(run.get("more").load(["model"])["state"]["model"])
+    assert {"new0.weight", "new1.weight", "own0.bias", "own1.bias", "a.weight"} <= names
+    assert mp.open_run(tmp_path / "a").get("again").verify(level="full").is_good
+    assert not (tmp_path / "a" / "less").exists()

@@ -107,24 +107,36 @@ def raise_differing(team: Team, marks: Marks, groups: Sequence[str], *, timeout_
     def mine() -> dict[str, dict[str, int]]:
         return {key: marks.groups[key] for key in groups if key in marks.groups}
 
-    def compare(told: Sequence[Mapping[str, Mapping[str, int]]]) -> list[str]:
+    def compare(told: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, list[str]]:
         differing: set[str] = set()
+        missing: set[str] = set()
         for key in groups:
             among = [told[rank].get(key, {}) for rank in _ranks(key)]
-            labels = {label for one in among for label in one}
-            differing |= {label for label in labels if len({one.get(label) for one in among}) > 1}
-        return sorted(differing)
+            for label in {label for one in among for label in one}:
+                values = {one.get(label) for one in among}
+                if len(values) > 1:
+                    (missing if None in values else differing).add(label)
+        return {"differing": sorted(differing), "missing": sorted(missing)}
 
-    names = team.gather("compare its tensors", mine, compare, timeout_s=timeout_s)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    found = team.gather("compare its tensors", mine, compare, timeout_s=timeout_s)
+    differing, missing = found["differing"], found["missing"]
+    said = []
+    if differing:
+        said.append(f"have different values of {_some(differing)}")
+    if missing:
+        said.append(f"do not all have {_some(missing)}")
     raise MismatchError(
-        f"The ranks have different values of {', '.join(names[:_SHOWN])}{more}, which should be "
-        "the same on all that hold it.",
+        f"The ranks {', and '.join(said)}, which should be the same on all that hold it.",
         safe="Nothing was committed; earlier checkpoints are intact.",
         hint="Find out where they part, as after a step without the others' gradients. What is "
         "meant to differ is declared: milepost.PerRank(object).",
-        names=names,
+        names=[*differing, *missing],
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _shared(item: PackedItem, leaf: Leaf, rank: int, world_size: int) -> str:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ..errors import MismatchError
 from .parts import Place
 
 __all__ = ["Holders", "join_places"]
@@ -46,24 +47,40 @@ class Holders:
         return self._found.keys()
 
 
-def join_places(told: Sequence[Mapping[str, Sequence[Sequence[str]]]]) -> dict[str, Any]:
+def join_places(told: Sequence[Mapping[str, Sequence[Sequence[str]] | None]]) -> dict[str, Any]:
     """Put together what every rank holds of each item.
 
     Args:
-        told: By rank: the places by item.
+        told: By rank: the places by item; ``None`` for an item that the rank has all of.
 
     Returns:
         By item: pairs of ranks and the places that just these ranks hold; as JSON.
+
+    Raises:
+        MismatchError: Some ranks have all of an item, and others do not.
     """
     ranks_of: dict[str, dict[Place, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, items in enumerate(told):
         for item, places in items.items():
-            for place in places:
+            if (places is None) != (told[0].get(item, places) is None):
+                raise _apart(item, rank)
+            for place in places or ():
                 ranks_of[item][tuple(place)].append(rank)
-    joined: dict[str, Any] = {}
+    joined: dict[str, list[Any]] = {}
     for item, found in ranks_of.items():
         groups: dict[tuple[int, ...], list[list[str]]] = defaultdict(list)
         for place, ranks in found.items():
             groups[tuple(ranks)].append(list(place))
         joined[item] = [[list(ranks), places] for ranks, places in groups.items()]
     return joined
+
+
+def _apart(item: str, rank: int) -> MismatchError:
+    return MismatchError(
+        f"Rank 0 and rank {rank} do not mean the same by {item}: one of them has all of it, and "
+        "the other a part.",
+        safe="No checkpoint was touched.",
+        hint="Where a model is split into stages every rank must say so: milepost.Stage(module).",
+        item=item,
+        rank=rank,
+    )

@@ -115,7 +115,7 @@ class Tracked:
     def meet(self, team: Team, *, timeout_s: float, items: Collection[str] | None = None) -> None:
         """Tell the other ranks what this one holds of values that are spread over the ranks.
 
-        Every rank must call it. Without such values nothing is said.
+        Every rank must call it. Of some items it is called only where they are spread.
 
         Args:
             team: The ranks.
@@ -123,18 +123,24 @@ class Tracked:
             items: Of these items only.
 
         Raises:
+            MismatchError: An item is spread over some ranks, and others have all of it.
             RankFailedError: A rank failed.
             DeadlineError: A rank did not come.
         """
         self._rank = team.rank
         names = self._parts if items is None else items
-        spread = {name: self._parts[name].spread() for name in names}
-        held = {name: sorted(places) for name, places in spread.items() if places is not None}
-        if team.world_size == 1 or not held:
+        if team.world_size == 1:
+            return
+        if items is not None and all(self._parts[name].spread() is None for name in items):
             return
 
         def mine() -> dict[str, Any]:
-            return {name: [list(place) for place in places] for name, places in held.items()}
+            shared = [name for name in names if self._homes[name] == "all"]
+            places = {name: self._parts[name].spread() for name in shared}
+            return {
+                name: None if found is None else sorted(map(list, found))
+                for name, found in places.items()
+            }
 
         joined = team.gather("tell what it holds", mine, join_places, timeout_s=timeout_s)
         for name, pairs in joined.items():

@@ -90,6 +90,9 @@ def test_ranks_learn_who_holds_what() -> None:
     pairs = join_places(told)
     places = {tuple(place): tuple(ranks) for ranks, places in pairs["model"] for place in places}
     assert places == {("a",): (0,), ("b",): (0, 1), ("c",): (1,)}
+    with pytest.raises(mp.MismatchError, match="do not mean the same by model"):
+        join_places([{"model": None}, {"model": [["a"]]}])
+    assert join_places([{"model": None, "other": []}, {"model": None}]) == {}
     holders = Holders(1, places)
     assert holders(("model", "b")) == (0, 1)
     assert holders(("model", "new")) == (1,)
