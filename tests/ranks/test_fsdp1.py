@@ -118,6 +118,12 @@ def test_fsdp1_goes_on_as_anything_and_anything_as_fsdp1(tmp_path: Path) -> None
     train({b!r} + "flat", "fsdp1-orig", 4, 4)
     train({b!r} + "flat", "fsdp2", 4, 4)
     train({b!r} + "flat", "fsdp1-grad", 4, 4)
+    # One rank writes it whole.
+    model, optimizer = build("fsdp1-flat")
+    objects = {{"model": model, "optimizer": optimizer, "sharding": "consolidated"}}
+    with mp.Checkpointer({c!r} + "whole", **objects) as run:
+        run.restore({b!r} + "flat/fsdp1-flat-4")
+        run.save("whole", wait=True)
     # Gathered weights that are older than a restore must not be used any more.
     model, optimizer = build("fsdp1-grad")
     model.eval()
@@ -137,6 +143,8 @@ def test_fsdp1_goes_on_as_anything_and_anything_as_fsdp1(tmp_path: Path) -> None
     expected = contents(b + "flat", "fsdp1-flat-4")
     for name in ("fsdp1-orig-4", "fsdp2-4", "fsdp1-grad-4"):
         assert contents(b + "flat", name) == expected, name
+
+    assert contents(c + "whole", "whole") == expected
 
     # One process, a plain model.
     space: dict[str, Any] = {"torch": torch}

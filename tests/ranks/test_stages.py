@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import milepost as mp
+from milepost.testing.asserts import assert_equal_states
 from milepost.testing.ranks import run_ranks
 
 BUILD = """
@@ -109,6 +110,11 @@ def test_a_split_model_is_one_model_and_goes_on_in_any_other_split(tmp_path: Pat
     with mp.Checkpointer({a!r}, model=mp.Stage(module), optimizer=again, resume="must") as run:
         report = run.load_report
         give(before=before, after=state_of(module, optimizer=again), loaded=report.is_exact)
+        whole_options = {{"model": mp.Stage(module), "sharding": "consolidated"}}
+        with mp.Checkpointer({a!r} + "-whole", **whole_options) as other:
+            other.save("whole", wait=True)
+        with mp.Checkpointer({a!r} + "-torch", save_format="torch", model=mp.Stage(module)) as file:
+            file.save("whole", wait=True)
         module.layers["9"] = nn.Linear(4, 4)
         said = ""
         try:
@@ -128,6 +134,10 @@ def test_a_split_model_is_one_model_and_goes_on_in_any_other_split(tmp_path: Pat
         saved |= one["before"]
 
     checkpoint = mp.open_run(a).get("ba2")
+    stored = checkpoint.load(["model"])["state"]["model"]
+    for kind in ("whole", "torch"):
+        one = mp.open_run(f"{a}-{kind}").get("whole").load(["model"])["state"]["model"]
+        assert_equal_states(one, stored)
     assert checkpoint.verify(level="full").is_good
     model, optimizer = whole()
     with mp.Checkpointer(b, model=model, optimizer=optimizer) as run:
@@ -248,7 +258,7 @@ def test_ranks_that_change_what_they_hold_lose_nothing_unseen(tmp_path: Path) ->
         stage.train(rank == 0)
         said.append(attempt(lambda: run.save("modes", wait=True)))
     model = mp.Stage(stage) if rank else stage
-    run = mp.Checkpointer({str(tmp_path / "b")!r}, model=model, rank_timeout_s=5.0)
+    run = mp.Checkpointer({str(tmp_path / "b")!r}, model=model)
     said.append(attempt(run.open))
     give(said=said)
     """

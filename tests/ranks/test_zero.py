@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import milepost as mp
+from milepost.testing.asserts import assert_equal_states
 from milepost.testing.ranks import run_ranks
 
 BUILD = """
@@ -86,6 +87,7 @@ def test_zero_goes_on_on_any_number_of_ranks_and_as_a_plain_optimizer(tmp_path: 
     straight = train({a!r}, 0, 4)
     first = train({b!r}, 0, 2)
     second = train({b!r}, 2, 4, resume="must", views=True)
+    train({b!r} + "-whole", 0, 2, sharding="consolidated")
     give(straight=straight, first=first, second=second)
     """
     two = run_ranks(BUILD + body, 2)
@@ -96,6 +98,9 @@ def test_zero_goes_on_on_any_number_of_ranks_and_as_a_plain_optimizer(tmp_path: 
         assert one["second"]["after"] == one["straight"]["after"]
         assert one["second"]["rates"] == one["straight"]["rates"] == [0.025, 0.0125]
     saved = two[0]["first"]["after"] | two[1]["first"]["after"]
+
+    whole = mp.open_run(b + "-whole").get("ba2").load(["optimizer"])
+    assert_equal_states(whole, mp.open_run(b).get("ba2").load(["optimizer"]))
 
     # A plain AdamW in one process: the same bits, each with its parameter.
     model, optimizer = alone()
