@@ -95,8 +95,10 @@ def num_alike(loader: Any, group: Group) -> int:
     return 1 if place is None else max(1, group.world_size // place[1])
 
 
-def share_training(given: Any, *, group: Group, layout: Layout, seed: int) -> DataSpec:
-    """Return the training data as this rank trains on it.
+def share_training(
+    given: Any, *, group: Group, layout: Layout, seed: int
+) -> tuple[DataSpec, ResumableSampler | None]:
+    """Return the training data as this rank trains on it, and the sampler if one was made for it.
 
     Args:
         given: A loader, a spec or its arguments, as the user gave it, the same on all ranks.
@@ -109,8 +111,9 @@ def share_training(given: Any, *, group: Group, layout: Layout, seed: int) -> Da
     """
     data = DataSpec.of(given)
     if group.is_alone:
-        return data
+        return data, None
     loader: Any = data.dataloader
+    batches: ResumableSampler | None = None
     if _only_yields(loader) or place_of(loader) is not None:
         shared = loader
     elif layout is Layout.OTHER or not _can_be_shared(loader):
@@ -132,7 +135,7 @@ def share_training(given: Any, *, group: Group, layout: Layout, seed: int) -> Da
         )
         shared = _rebuilt(loader, batch_sampler=batches)
     _check_shares(shared, group)
-    return _with_loader(data, shared)
+    return _with_loader(data, shared), batches
 
 
 def _share_evaluation(data: DataSpec, *, group: Group, layout: Layout, label: str) -> DataSpec:

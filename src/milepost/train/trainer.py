@@ -172,12 +172,13 @@ class Trainer:
         where: Any = {"run_name": run_name, "resume": resume}
         folder = group.lead("choose a folder", lambda: save_location(save_folder, **where))
         layout = prepare(model, group)
-        data = share_training(train_dataloader, group=group, layout=layout, seed=seed or 0)
+        chosen = group.lead("choose a seed", lambda: choose_seed(seed))
+        data, sampler = share_training(train_dataloader, group=group, layout=layout, seed=chosen)
         self._loader = resumable(data.dataloader)
         self.state = State(
             model,
             max_duration=max_duration,
-            rank_zero_seed=group.lead("choose a seed", lambda: choose_seed(seed)),
+            rank_zero_seed=chosen,
             train_dataloader=data.dataloader,
             grad_accum=grad_accum,
             precision=precision,
@@ -214,6 +215,7 @@ class Trainer:
             loader=self._loader,
             metrics=metrics,
             group=group,
+            sampler=sampler,
             folder=folder,
             resume=resume,
             grace_s=grace_s,
