@@ -593,3 +593,11 @@ def test_files_of_two_checkpoints_are_compared(tmp_path, folder):
         ("files['c']", "removed"),
         ("files['d']", "added"),
     ]
+
+
+def test_several_workers_without_a_way_to_meet_are_refused(tmp_path, monkeypatch):
+    """Each would open the run for itself, and take it from the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(mp.UsageError, match="init_process_group"):
+        mp.Reports(tmp_path / "run").open()
+    assert not (tmp_path / "run").exists()
