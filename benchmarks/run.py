@@ -22,6 +22,7 @@ from typing import Any
 import claims
 import limits
 import ranks
+import reporting
 import safetensors
 import torch
 from claims import Figures
@@ -119,12 +120,29 @@ def measure_ranks(measure: Measure, *, num_ranks: int) -> None:
         table(f"Load of {what}", columns, rows)
 
 
+def measure_reports(measure: Measure) -> None:
+    """Measure reports of two workers."""
+    figures, size = measure("reports", reporting.seconds_of_reports)
+    for what, title in (
+        ("metrics", "A report of metrics alone, two workers"),
+        ("checkpoint", f"A report with a checkpoint of two files of {size >> 20} MiB"),
+    ):
+        rows = []
+        names = [name for name in ("milepost", "ray.train") if f"{name} {what}" in figures.rounds]
+        for name in names:
+            low, high = figures.spread(f"{name} {what}")
+            median = figures.median(f"{name} {what}")
+            rows.append([name, f"{median:.6f}", f"{low:.6f}-{high:.6f}", f"{1 / median:,.1f}"])
+        table(title, ["variant", "median s", "spread s", "reports a second"], rows)
+
+
 CLAIMS: dict[str, Callable[[Measure], None]] = {
     "save": measure_saves,
     "load": measure_loads,
     "small": measure_small,
     "2ranks": partial(measure_ranks, num_ranks=2),
     "4ranks": partial(measure_ranks, num_ranks=4),
+    "reports": measure_reports,
 }
 
 
