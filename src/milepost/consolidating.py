@@ -25,10 +25,10 @@ from .checkpoint import Checkpoint, open_checkpoint, run_store
 from .convert.export import tied_names, write_whole_file
 from .convert.torch_stream import Placeholder, write_torch
 from .engine.checked import CheckedFiles
-from .engine.join import CachedBlocks, JoinedPart, plan_joined, whole_fill
 from .engine.pieces import StoredWhole
 from .engine.read import CheckpointSource
 from .engine.single import check_plain
+from .engine.wholes import CachedBlocks, JoinedPart, plan_joined, whole_fill
 from .engine.write import FileJob, file_job, write_files
 from .errors import ExistsError, FormatError, MissingError, UsageError
 from .format import tree

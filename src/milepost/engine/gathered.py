@@ -31,10 +31,10 @@ from ..ranks.solo import Deadlines
 from ..state.source import TensorInfo, new_tensor
 from ..tensors.pack import PackedItem
 from ..tensors.unpack import unpack_item
-from .join import CachedBlocks, JoinedPart, plan_joined, whole_fill
 from .pieces import StoredWhole, piece_rows, read_rows
 from .plan import FROZEN
 from .stage import StagedPart
+from .wholes import CachedBlocks, JoinedPart, plan_joined, whole_fill
 
 __all__ = ["Gathered", "describe", "gathered", "serve"]
 
@@ -180,7 +180,7 @@ class Gathered:
         self.tables = self._tables()
 
     def get(self, file: str, index: int) -> memoryview:
-        """Return a block of what a rank has staged; see ``join.Blocks``."""
+        """Return a block of what a rank has staged; see ``wholes.Blocks``."""
         own = self._own.get(file)
         if own is None:
             return self._cached.get(file, index)

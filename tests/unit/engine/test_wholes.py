@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.engine.join import CachedBlocks, boxes_of_range, plan_joined, whole_fill
 from milepost.engine.pieces import Piece, StoredWhole
+from milepost.engine.wholes import CachedBlocks, boxes_of_range, plan_joined, whole_fill
 from milepost.errors import FormatError
 from milepost.format.header import ITEM_SIZES
 from milepost.stores import MemoryStore
