@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DeadlineError, UsageError
+from ..processes.functions import refuse_while_imported
 from .engine import Plan
 
 __all__ = ["LOOPBACK", "HeldPort", "Spot", "check_outside", "environment_of"]
@@ -27,7 +28,7 @@ def check_outside() -> None:
     """Require that this process is no worker of a launch.
 
     Raises:
-        UsageError: It is.
+        UsageError: It is; or it only imports a script that does this.
     """
     if "MILEPOST_TELL_FD" in os.environ:
         raise UsageError(
@@ -35,6 +36,7 @@ def check_outside() -> None:
             hint="Workers import the file again: put the call of launch under if __name__ == "
             '"__main__".',
         )
+    refuse_while_imported("launched workers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,9 @@ from typing import Any
 
 from ..errors import UnsupportedStateError, UsageError
 
-__all__ = ["check_json", "find_function", "reference_of"]
+__all__ = ["check_json", "find_function", "reference_of", "refuse_while_imported"]
+
+_being_imported: list[str] = []
 
 
 def reference_of(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
@@ -43,13 +45,38 @@ def find_function(reference: str) -> Callable[..., Any]:
         UsageError: The module has no such function.
     """
     module, _, name = reference.partition(":")
-    found = getattr(importlib.import_module(module), name, None)
+    _being_imported.append(module)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    finally:
+        _being_imported.pop()
     if not callable(found):
         raise UsageError(
             f"The module {module} has no function {name} in a worker.",
             hint="It must be there whenever the module is imported, not only in the main program.",
         )
     return found  # type: ignore[no-any-return]
+
+
+def refuse_while_imported(what: str) -> None:
+    """Refuse what a script does when it is only imported for one of its functions.
+
+    A script that trains, and names a function of its own for another process, is imported there.
+    Were it to train there as well, it would take the run away from the process that is meant to.
+
+    Args:
+        what: What is refused, such as ``"opened a run"``.
+
+    Raises:
+        UsageError: A function is being looked for in a module that does this.
+    """
+    if _being_imported:
+        raise UsageError(
+            f"{_being_imported[-1]} {what} while it was imported for one of its functions.",
+            safe="Nothing was touched.",
+            hint='Put what only the main program is to do under if __name__ == "__main__".',
+            module=_being_imported[-1],
+        )
 
 
 def check_json(value: Any, where: str) -> None:

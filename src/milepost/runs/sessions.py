@@ -52,6 +52,7 @@ from ..errors import (
 from ..format.canonical import dump_record, load_record
 from ..format.layout import RUN, SESSIONS, from_key, session_key, session_number
 from ..format.manifest import FORMAT_VERSION, check_version
+from ..processes.functions import refuse_while_imported
 from ..stores.base import Store
 from .identity import Identity, is_gone, this_process
 
@@ -209,7 +210,9 @@ def open_session(
 
     Raises:
         ExistsError: Other processes kept taking the next number.
+        UsageError: This process only imports a script that does this.
     """
+    refuse_while_imported("opened a run")
     me = identity or this_process()
     for _ in range(_OPEN_TRIES):
         number = max(_numbers(store), default=0) + 1

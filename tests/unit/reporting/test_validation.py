@@ -211,3 +211,58 @@ def test_a_request_that_cannot_be_recorded_fails_no_report(tmp_path, folder, val
     with mp.Reports(run, validation=validation(), if_finished="continue"):
         pass
     assert mp.open_run(run).latest().metrics == {"val/score": 2.0}
+
+
+SCRIPT = """
+import pathlib, sys, tempfile
+import milepost as mp
+
+def validate(checkpoint):
+    return {"score": 1.0}
+
+def train(config=None):
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "x").write_text("x")
+        mp.report({"n": 1}, mp.Checkpoint.from_directory(folder), validation=True)
+
+"""
+
+
+def run_script(folder: Path, text: str) -> str:
+    """Run a script that trains, and return the status of its checkpoint and the error."""
+    (folder / "script.py").write_text(SCRIPT + text)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    view = mp.open_run(folder / "runs/a").view
+    assert len(view.sessions) == 1
+    (one,) = view.lineage()
+    return f"{one.validation.status} {one.validation.error}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'with mp.Reports("runs/a", validation=mp.ValidationConfig(validate)):\n        train()\n',
+        'mp.launch(train, run=mp.RunConfig(name="a"), validation=mp.ValidationConfig(validate))\n',
+    ],
+    ids=["Reports", "launch"],
+)
+def test_a_script_may_name_a_function_of_its_own(tmp_path, body):
+    """It is imported by the process that validates."""
+    assert run_script(tmp_path, f'if __name__ == "__main__":\n    {body}') == "validated "
+
+
+def test_a_script_without_a_guard_does_not_train_where_it_is_imported(tmp_path):
+    """It would take the run away from the training that it is imported for."""
+    body = 'with mp.Reports("runs/a", validation=mp.ValidationConfig(validate)):\n    train()\n'
+    told = run_script(tmp_path, body)
+    assert told.startswith("validation_failed")
+    assert "script opened a run while it was imported" in told
+    assert '__name__ == "__main__"' in told
