@@ -158,3 +158,53 @@ def test_lost_machine_is_left_out_and_the_others_go_on(tmp_path):
     assert found[-1] == [2, "done"]
     assert "is lost" in message
     assert {(tmp_path / f"up-1-{rank}").read_text() for rank in range(3)} == {"0", "1", "2"}
+
+
+@pytest.mark.campaign
+def test_workers_on_ray_report_and_see_the_gpus_of_their_machine(tmp_path):
+    """Ray only counts GPUs, so a machine without any may claim some."""
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent(
+            """
+            import json, os, pathlib
+            import milepost as mp
+            from milepost.launch import RayEngine
+
+            def train(config):
+                mp.report({"loss": config["loss"]})
+                return [os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OF_OURS"]]
+
+            if __name__ == "__main__":
+                os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+                import ray
+                ray.init(num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)
+                pathlib.Path("runs").mkdir()
+                result = mp.launch(
+                    train,
+                    config={"loss": 0.5},
+                    scaling=mp.ScalingConfig(num_workers=2),
+                    engine=RayEngine(gpus_per_worker=2, variables={"OF_OURS": "x"}),
+                )
+                try:
+                    mp.launch(
+                        train,
+                        config={"loss": 0.5},
+                        run=mp.RunConfig(name="b"),
+                        scaling=mp.ScalingConfig(num_workers=3),
+                        engine=RayEngine(start_timeout_s=3),
+                    )
+                except mp.DeadlineError as error:
+                    refused = str(error)
+                found = [result.return_value, result.metrics, refused, ray.is_initialized()]
+                pathlib.Path("found").write_text(json.dumps(found))
+            """
+        )
+    )
+    program = start(tmp_path, "program.py")
+    _, errors = program.communicate(timeout=200)
+    assert program.returncode == 0, errors
+    value, metrics, refused, is_still_connected = json.loads((tmp_path / "found").read_text())
+    assert value == ["0,1,2,3", "x"]
+    assert metrics == {"loss": 0.5}
+    assert "no room for 3 workers, each with 1 CPU, within 3 s" in refused
+    assert is_still_connected  # it was before we came

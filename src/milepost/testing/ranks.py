@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DeadlineError
+from ..launch.environment import HeldPort
 
 __all__ = ["RankResult", "Ranks", "run_ranks"]
 
@@ -65,9 +65,7 @@ class Ranks:
         source = _FRAME.format(results=self._folder.name, body=textwrap.dedent(body))
         script = Path(self._folder.name) / "rank.py"
         script.write_text(source)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._port = HeldPort()
         self.processes: list[subprocess.Popen[str]] = []
         self._logs: list[Path] = []
         for rank in range(num_ranks):
@@ -78,7 +76,7 @@ class Ranks:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(self._port.number),
                 "OMP_NUM_THREADS": "1",
                 **(env or {}),
             }
@@ -112,6 +110,7 @@ class Ranks:
             said = "\n".join(f"rank {n}:\n{log.read_text()}" for n, log in enumerate(self._logs))
             raise DeadlineError(f"The ranks did not end within {timeout_s:g} s:\n{said}") from None
         finally:
+            self._port.close()
             self._folder.cleanup()
 
     def _result(self, rank: int) -> RankResult:
