@@ -348,3 +348,30 @@ def test_three_ranks_sum_gradients_in_one_order(tmp_path: Path) -> None:
     for one in run_ranks(f"FOLDER = {str(tmp_path)!r}\n" + TRAINING + THREE, 3):
         for name in ("weights", "rng", "noted", "metric", "trained", "timer"):
             assert one["split"][name] == one["straight"][name], name
+
+
+MORE = """
+asked = At(Event.EVAL_BATCH_START, kill(signal.SIGUSR1), [1], lambda state: world_size == 2)
+trainer = make(FOLDER, resume="auto", grad_accum=1, save_interval="99ep",
+               eval_dataloader=mp.Evaluator("all", DataLoader(data, 4), metrics=Count(),
+                                            eval_interval=["1ba", "1ep"]),
+               callbacks=[Losses(), mp.PerRank(Noted()), asked])
+give(came=[trainer.state.timer.batch, trainer.state.timer.sample])
+trainer.fit()
+give(ended=outcome(trainer))
+trainer.close()
+"""
+
+
+@pytest.mark.campaign
+def test_a_training_cut_off_in_an_evaluation_goes_on_on_more_ranks(tmp_path: Path) -> None:
+    """Within an epoch: the evaluation is done over, and every sample is trained on once."""
+    body = f"FOLDER = {str(tmp_path)!r}\n" + TRAINING + MORE
+    run_ranks(body, 2, codes=[138, 138])
+    found = run_ranks(body, 3)
+    for one in found:
+        assert one["came"] == [1, 12]
+        assert one["ended"]["timer"]["sample"] == 90
+        assert one["ended"]["metric"] // 1000 == 45
+        assert one["ended"]["weights"] == found[0]["ended"]["weights"]
+    assert len({one["ended"]["rng"] for one in found}) == 3
