@@ -81,7 +81,7 @@ def check_single(path, wholes, num_ranks):
     assert others == list(range(1, num_ranks))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(laid_out(), st.integers(0, 10_000))
 def test_any_layout_comes_out_whole(tmp_path_factory, found, seed):
     """Joined afterwards or by the save itself it is the same, and plain safetensors opens it."""
