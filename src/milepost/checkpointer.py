@@ -228,7 +228,8 @@ class Checkpointer:
         self._writer.team = join_team() if team is None else team
         self._stopping = StopTogether(self._writer.team)
         self._writer.meet(self._tracked.meet)
-        self._watch()
+        with self._writer.telling():
+            self._watch()
         self._writer.open(self._resumption.resume, check=self._resumption.check, origin=origin)
         self._resumption.tell()
         self._is_open = True

@@ -148,6 +148,8 @@ class Opening:
     def open(self, restore: Restore, *, check: Restore, origin: Checkpoint | None) -> Opened:
         """Begin a session; see ``RunWriter.open``."""
         team, deadlines = self._team, self.options.deadlines
+        # Whoever fails before this is known at once, and not when the leader has looked and waits.
+        team.collect("come to the run", lambda: None, timeout_s=deadlines.meet_s)
         first = team.lead(
             "look at the run", lambda: self._look_first(origin), timeout_s=deadlines.meet_s
         )

@@ -7,7 +7,8 @@ leader's points to the newest checkpoint and deletes old ones.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from .checkpoint import Checkpoint, Run
 from .engine.pending import PendingSave
@@ -23,7 +24,7 @@ from .runs.keep import may_give_up
 from .runs.manifests import ManifestCache
 from .runs.prune import decide, delete_checkpoint, prune
 from .runs.publish import point_latest
-from .runs.scan import State, scan
+from .runs.scan import State, read_manifest, scan
 from .runs.sessions import Session
 from .stores.base import Store
 from .stores.prefix import PrefixStore
@@ -85,6 +86,16 @@ class RunWriter:
         except BaseException:
             if self._saver is None:
                 self._leave()
+            raise
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks of an error that this one has before the run is open; leave them."""
+        try:
+            yield
+        except BaseException as error:
+            self.team.give_up(error)
+            self._leave()
             raise
 
     def open(self, restore: Restore, *, check: Restore, origin: Checkpoint | None = None) -> None:
@@ -248,7 +259,10 @@ class RunWriter:
             _log.warning("Retention failed and will be tried again after the next save: %s", error)
             return
         for name, reason in report.errors.items():
-            level = logging.INFO if isinstance(reason, InUseError) else logging.WARNING
+            is_read = isinstance(reason, InUseError)
+            if is_read and self.options.save_format == "torch":
+                self._show(read_manifest(self.store, name))  # it stays, and so does its name
+            level = logging.INFO if is_read else logging.WARNING
             _log.log(level, "The checkpoint %s was to be deleted and was not: %s", name, reason)
 
     def _show(self, manifest: Manifest) -> None:

@@ -292,6 +292,13 @@ def test_an_error_on_one_rank_in_any_phase_is_told_to_all(tmp_path: Path) -> Non
         if rank == 1:
             committer._write_share = write
         attempt("c")
+    late = opened()
+    if rank == 1:
+        late._watch = lambda: 1 / 0
+    try:
+        late.open()
+    except Exception as error:
+        give(early=[type(error).__name__, str(error)])
     own["value"] = 77
     with opened() as run:
         give(said=said, came=run.resumed_from, own=own["value"])
@@ -301,6 +308,9 @@ def test_an_error_on_one_rank_in_any_phase_is_told_to_all(tmp_path: Path) -> Non
         assert [said == "ok" for said in one["said"]] == [True, False, True, False, False, True]
         assert one["came"] == "c"
         assert one["own"] == rank
+    early = [one["early"] for one in given]
+    assert [kind for kind, _ in early] == ["RankFailedError", "ZeroDivisionError"]
+    assert "rank 1: ZeroDivisionError" in early[0][1]
     zero, one = (given[rank]["said"] for rank in range(2))
     assert zero[1][0] == "RankFailedError"
     assert "rank 1: ZeroDivisionError: by hand" in zero[1][1]

@@ -227,3 +227,15 @@ def test_the_two_formats_do_not_mix_in_one_run(tmp_path):
         mp.Checkpointer(tmp_path / "own", save_compression="gzip")
     with pytest.raises(mp.UsageError, match="zip"):
         mp.Checkpointer(tmp_path / "own", save_format="torch", save_compression="zip")
+
+
+def test_a_checkpoint_that_is_being_read_keeps_its_visible_name(tmp_path):
+    """Retention spares it, and whoever looks at the folder must not believe that it is gone."""
+    model = nn.Linear(2, 2)
+    with mp.Checkpointer(tmp_path, save_format="torch", keep=mp.KeepLast(1), model=model) as run:
+        run.save("a", wait=True)
+        with mp.open_run(tmp_path).get("a").as_directory():
+            run.save("b", wait=True)
+            assert sorted(one.name for one in tmp_path.glob("*.pt")) == ["a.pt", "b.pt"]
+        run.save("c", wait=True)
+        assert sorted(one.name for one in tmp_path.glob("*.pt")) == ["c.pt"]
