@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from ..errors import DeadlineError
@@ -29,6 +29,8 @@ class PendingSave(Generic[T]):
         self.stats: Mapping[str, Any] = {}
         self.was_reported = False
         self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], None]] = []
         self._result: T | None = None
         self._error: BaseException | None = None
 
@@ -75,12 +77,23 @@ class PendingSave(Generic[T]):
     def succeed(self, result: T) -> None:
         """End well. For the engine."""
         self._result = result
-        self._done.set()
+        self._end()
 
     def fail(self, error: BaseException) -> None:
         """End badly. For the engine."""
         self._error = error
-        self._done.set()
+        self._end()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have something called once the save has ended: at once, if it has.
+
+        It is called by the thread that ends the save, so it must return quickly and not raise.
+        """
+        with self._lock:
+            if not self._done.is_set():
+                self._calls.append(call)
+                return
+        call()
 
     def check_done(self, timeout_s: float | None) -> None:
         """Wait for the end, without taking note of how it ended. For the engine.
@@ -95,6 +108,13 @@ class PendingSave(Generic[T]):
                 hint="Wait longer, or look at the place it is written to with: milepost doctor.",
                 name=self.name,
             )
+
+    def _end(self) -> None:
+        with self._lock:
+            self._done.set()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
 
     def __repr__(self) -> str:
         state = "on its way"

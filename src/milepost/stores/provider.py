@@ -69,9 +69,11 @@ class ObjectStoreProviderHparams:
             "port": self.port,
         }
         found = {name: value for name, value in options.items() if value is not None}
-        return ObjectStoreProvider(
+        provider = ObjectStoreProvider(
             self.provider, self.container, {**found, **self.extra_init_kwargs}
         )
+        provider.hparams = self
+        return provider
 
 
 class _Uploading(Uploading, Store, Protocol):
@@ -90,6 +92,7 @@ class ObjectStoreProvider:
         provider_name: Name of the provider.
         container_name: Name of the container.
         store: The container as a place for runs.
+        hparams: What it was made of, if that is known: another process can make it again.
 
     Raises:
         UsageError: No client can be made.
@@ -102,6 +105,7 @@ class ObjectStoreProvider:
     ) -> None:
         self.provider_name = provider.lower()
         self.container_name = container
+        self.hparams: ObjectStoreProviderHparams | None = None
         options = dict(provider_init_kwargs or {})
         self.store: _Uploading = _open(self.provider_name, container, options)
         self.store.folders()  # a container that is not there is said now

@@ -8,7 +8,7 @@ from ..state.resumable_sampler import ResumableSampler
 from .algorithm import Algorithm
 from .algorithms import EMA
 from .callback import Callback
-from .callbacks import EarlyStop
+from .callbacks import EarlyStop, RunDirectoryUploader
 from .data import DataSpec
 from .evaluator import Evaluator
 from .events import Event
@@ -27,6 +27,7 @@ __all__ = [
     "Event",
     "Precision",
     "ResumableSampler",
+    "RunDirectoryUploader",
     "State",
     "Time",
     "TimeUnit",

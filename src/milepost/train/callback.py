@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .events import Event
 
 if TYPE_CHECKING:
+    from ..engine.pending import PendingSave
     from .state import State
 
 __all__ = ["Callback"]
@@ -107,6 +108,9 @@ class Callback:
 
     def eval_end(self, state: State) -> None:
         """Run when ``state.current_metrics`` holds an evaluator's results."""
+
+    def save_started(self, state: State, pending: PendingSave[Any]) -> None:
+        """Run when the state was copied for a save, which is written while the training goes on."""
 
     def fit_end(self, state: State) -> None:
         """Run when the maximum duration is reached."""

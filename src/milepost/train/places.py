@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import UsageError
 from .state import global_rank
 
-__all__ = ["fill_ranks", "save_location"]
+__all__ = ["fill_ranks", "run_directory", "save_location"]
 
 _FIELD = re.compile(r"\{([A-Za-z_]+)\}")
 
@@ -56,6 +56,20 @@ def save_location(
     ):
         raise UsageError(f"run_name={run_name!r} cannot be the name of a folder.")
     return str(Path.cwd() / "runs" / run_name / "rank_0" / folder)
+
+
+def run_directory(save_folder: str | os.PathLike[str] | None, location: str | None) -> str | None:
+    """Return the folder that holds all that a training leaves on this machine, or ``None``.
+
+    Args:
+        save_folder: What the user gave. For a relative one it is ``./runs/<run_name or time>``,
+            which the checkpoints, as those of rank 0, lie in. For an absolute one it is that.
+        location: What :func:`save_location` made of it.
+    """
+    if save_folder is None or location is None or "://" in location:
+        return None
+    given = Path(save_folder)
+    return location if given.is_absolute() else str(Path(location).parents[len(given.parts)])
 
 
 def fill_ranks(path: str | os.PathLike[str]) -> str:

@@ -293,6 +293,8 @@ class Saving:
         )
         self._last, self._saved_at = pending, self._point
         self._saves.append(pending)
+        for callback in self._state.callbacks:
+            callback.save_started(self._state, pending)
         return pending
 
     @property

@@ -82,6 +82,8 @@ class State:
             an ``init`` callback, so that it counts for the restore too) to leave it out.
         pending_eval: An evaluation that was cut off and is done first when the training goes on.
         stopped_for: The maximum duration that :meth:`stop_training` cut short, as text.
+        run_directory: The folder of this machine that holds what the training leaves behind, or
+            ``None``. See :func:`~milepost.train.places.run_directory`.
     """
 
     def __init__(  # noqa: PLR0913 - one for each attribute, all by keyword
@@ -117,6 +119,7 @@ class State:
         self.serialized_attributes = list(SERIALIZED_ATTRIBUTES)
         self.pending_eval: dict[str, Any] | None = None
         self.stopped_for: str | None = None
+        self.run_directory: str | None = None
         self._steps_per_epoch: int | None = None
         self.precision = Precision.of(precision)
         self.max_duration = max_duration

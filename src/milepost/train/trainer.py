@@ -33,7 +33,7 @@ from .model import Loss, adapt
 from .non_finite import NonFinite
 from .notes import close_all
 from .parallel import Parallel, check_choices, device_of, prepare, wrap
-from .places import save_location
+from .places import run_directory, save_location
 from .precision import Precision, choose_scaler
 from .saving import Saving
 from .seeding import choose_seed, make_deterministic, reseed, seed_everything
@@ -190,6 +190,7 @@ class Trainer:
             steps_per_epoch=steps_per_epoch,
         )
         state = self.state
+        state.run_directory = run_directory(save_folder, folder)
         if not state.optimizers:
             raise UsageError("A training needs an optimizer.")
         state.scaler = choose_scaler(state.precision, state.device, given=scaler)
