@@ -104,17 +104,16 @@ def shared_copy(
 def cache_folder() -> Path:
     """Return the folder with the copies of this user on this machine.
 
-    It is what ``MILEPOST_CACHE_DIR`` names, or a private one in the folder for temporary files.
+    It is private, in the folder that ``MILEPOST_CACHE_DIR`` names or in that for temporary files.
 
     Raises:
         UsageError: Somebody else could write to it.
     """
     named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named).expanduser().absolute() / f"milepost-copies-{os.getuid()}"
-    folder = Path(tempfile.gettempdir(), f"milepost-copies-{os.getuid()}").absolute()
+    parent = Path(named).expanduser() if named else Path(tempfile.gettempdir())
+    folder = parent.absolute() / f"milepost-copies-{os.getuid()}"
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
     except OSError as error:
         raise storage_error(error, operation="create", path=str(folder)) from error

@@ -228,11 +228,16 @@ def test_what_is_not_a_copy_stays_in_the_cache(make_remote, cache):
     assert (cache / ("0" * 32) / "mine").exists()
 
 
-def test_a_cache_that_others_could_write_to_is_refused(tmp_path, monkeypatch):
-    """Names of temporary folders can be guessed, and checkpoints are trusted."""
-    monkeypatch.delenv("MILEPOST_CACHE_DIR", raising=False)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_cache_that_others_could_write_to_is_refused(tmp_path, monkeypatch, is_named):
+    """Names of such folders can be guessed, and checkpoints are trusted."""
+    if is_named:
+        monkeypatch.setenv("MILEPOST_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    else:
+        monkeypatch.delenv("MILEPOST_CACHE_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = cache_folder()
+    assert folder.parent == (tmp_path / "new" / "cache" if is_named else tmp_path)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
     with pytest.raises(UsageError, match="others could change"):
