@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Iterator
 
@@ -67,7 +68,7 @@ def test_passing_trouble_is_waited_out(proxy: Proxy, store: CloudStore, trouble)
     store.put_new("a", b"1")
     proxy.rule = first(2, trouble)
     assert store.get("a") == b"1"
-    data = bytes(range(256)) * (BLOCK_BYTES // 128)
+    data = random.Random(3).randbytes(2 * BLOCK_BYTES)
     proxy.rule = first(2, trouble, only=is_put)
     write_key(store, "big", data)
     proxy.rule = first(2, trouble)
@@ -145,7 +146,7 @@ def test_an_object_of_another_is_not_taken_for_ours(proxy: Proxy, store: CloudSt
 
 def test_a_lost_answer_to_the_end_of_an_upload_is_no_loss(proxy: Proxy, store: CloudStore) -> None:
     """Either the object is whole, or the writer says that it is not."""
-    data = bytes(range(251)) * (2 * BLOCK_BYTES // 251)
+    data = random.Random(4).randbytes(2 * BLOCK_BYTES)
     proxy.rule = first(
         1, lose_answer, only=lambda one: one.method == "POST" and "uploadId" in one.path
     )
@@ -173,6 +174,33 @@ def test_a_body_that_breaks_off_is_not_believed(proxy: Proxy, store: CloudStore)
     proxy.rule = cut_at(0)
     with pytest.raises(mp.StorageError):
         store.get("a")
+
+
+def test_a_block_is_its_threads_again_as_soon_as_it_was_written(
+    proxy: Proxy, store: CloudStore
+) -> None:
+    """A slow upload must not take what has been written over it since."""
+
+    def slow(request: Request, forward: Forward) -> Answer:
+        if "partNumber" in request.path:
+            time.sleep(0.15)
+        return forward(request)
+
+    store.put_new("warm", b"")
+    proxy.rule = slow
+    num_blocks, memory = 6, bytearray(BLOCK_BYTES)
+    writer = store.create_writer("big", num_blocks * BLOCK_BYTES)
+    for number in range(num_blocks):
+        memory[:] = bytes([number + 1]) * BLOCK_BYTES
+        writer.write_at(number * BLOCK_BYTES, memoryview(memory))
+    memory[:] = bytes(BLOCK_BYTES)
+    writer.close()
+    stored = store.get("big")
+    assert [stored[n * BLOCK_BYTES] for n in range(num_blocks)] == [1, 2, 3, 4, 5, 6]
+    assert all(
+        stored[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] == bytes([n + 1]) * BLOCK_BYTES
+        for n in range(num_blocks)
+    )
 
 
 def test_a_place_without_conditions_is_used_by_one_writer_only(

@@ -52,6 +52,7 @@ class Server:
         self._server = server  # held: it ends with the last reference
         self._lock = threading.Lock()
         self._idle: list[TCPStore] = []
+        self._pieces: dict[str, int] = {}  # of long messages, to remove them whole
         self._gone: RankFailedError | None = None
 
     @property
@@ -59,8 +60,41 @@ class Server:
         """Return the name of the leader's machine, as the other ranks know it."""
         return self._address[0]
 
+    def put(self, key: str, message: bytes) -> None:
+        """Store a message of ASCII, of any length.
+
+        Raises:
+            RankFailedError: The leader is gone.
+        """
+        starts = range(0, len(message), _CHUNK_BYTES)
+        for number, start in enumerate(starts[1:], start=1):
+            self.set(f"{key}~{number}", message[start : start + _CHUNK_BYTES])
+        self._note_pieces(key, len(starts))
+        self.set(key, _head(len(starts)) + message[:_CHUNK_BYTES])
+
+    def put_first(self, key: str, message: bytes) -> None:
+        """Store a short message of ASCII unless there is one.
+
+        Raises:
+            RankFailedError: The leader is gone.
+        """
+        self.set_first(key, _head(1) + message)
+
+    def take(self, key: str, timeout_s: float) -> bytes:
+        """Return a message as soon as it is there; it stays.
+
+        Raises:
+            DeadlineError: It did not come.
+            RankFailedError: The leader is gone.
+        """
+        count, _, first = self.get(key, timeout_s).partition(b" ")
+        self._note_pieces(key, int(count))
+        more = (f"{key}~{number}" for number in range(1, int(count)))
+        # They were stored before the first one.
+        return b"".join([first, *(self.get(one, JOIN_TIMEOUT_S) for one in more)])
+
     def set(self, key: str, value: bytes) -> None:
-        """Store a value of ASCII.
+        """Store a short value of ASCII.
 
         Raises:
             RankFailedError: The leader is gone.
@@ -79,8 +113,10 @@ class Server:
             with self._connection() as connection:
                 connection.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
                 return bytes(connection.get(key))
-        except dist.DistStoreError as error:
-            raise DeadlineError(f"{key} did not come within {timeout_s:g} s.", key=key) from error
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"{key} did not come within {timeout_s:g} s.", key=key
+            ) from error.__cause__
 
     def has(self, keys: list[str]) -> bool:
         """Return whether all of some keys are there now.
@@ -110,19 +146,28 @@ class Server:
             return int(connection.add(key, by))
 
     def forget(self, key: str) -> None:
-        """Remove a value.
+        """Remove a value or a message.
 
         Raises:
             RankFailedError: The leader is gone.
         """
+        with self._lock:
+            count = self._pieces.pop(key, 1)
         with self._connection() as connection:
             connection.delete_key(key)
+            for number in range(1, count):
+                connection.delete_key(f"{key}~{number}")
 
     def close(self) -> None:
         """Let go of everything, while the interpreter is whole: it ends threads of torch."""
         with self._lock:
             self._idle.clear()
         self._server = None
+
+    def _note_pieces(self, key: str, count: int) -> None:
+        if count > 1:
+            with self._lock:
+                self._pieces[key] = count
 
     @contextmanager
     def _connection(self) -> Iterator[TCPStore]:
@@ -141,9 +186,9 @@ class Server:
             raise self._has_gone(error) from error
         try:
             yield connection
-        except dist.DistStoreError:  # it only waited in vain
+        except dist.DistStoreError as error:  # it only waited in vain
             self._keep(connection)
-            raise
+            raise DeadlineError("Rank 0 did not answer in time.", rank=0) from error
         except RuntimeError as error:
             raise self._has_gone(error) from error
         self._keep(connection)
@@ -160,6 +205,11 @@ class Server:
         host, port = self._address
         timeout = timedelta(seconds=JOIN_TIMEOUT_S)
         return TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+def _head(count: int) -> bytes:
+    """Return what stands before a message: in how many pieces it is."""
+    return f"{max(count, 1)} ".encode()
 
 
 def _leader_gone(error: BaseException) -> RankFailedError:
@@ -270,7 +320,7 @@ class ServerBoard:
     def _take(self, rank: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         while self._server.has([key := f"{self._name}/from/{rank}/{self._taken[rank] + 1}"]):
-            found += tree.decode(json.loads(self._get(key, JOIN_TIMEOUT_S)))
+            found += tree.decode(json.loads(self._server.take(key, JOIN_TIMEOUT_S)))
             self._taken[rank] += 1
             self._server.forget(key)
         return found
@@ -278,7 +328,7 @@ class ServerBoard:
     def post(self, key: str, value: Any = None, *, error: BaseException | None = None) -> None:
         """Answer under a key; see ``Board``."""
         outcome = Outcome(0, value) if error is None else Outcome.of_error(0, key, error)
-        self._set(f"{self._name}/{key}", outcome.to_bytes())
+        self._server.put(f"{self._name}/{key}", outcome.to_bytes())
 
     def read(self, key: str, *, task: str, timeout_s: float) -> Any:
         """Return what was posted; see ``Board``."""
@@ -289,7 +339,7 @@ class ServerBoard:
 
     def forget(self, key: str) -> None:
         """Take back what was posted."""
-        self._forget(f"{self._name}/{key}")
+        self._server.forget(f"{self._name}/{key}")
 
     def close(self) -> None:
         """Let go of everything."""
@@ -303,7 +353,7 @@ class ServerBoard:
         while True:
             left_s = deadline_s - time.monotonic()
             try:
-                return self._get(key, min(max(left_s, 0.001), _SIGNALS_S))
+                return self._server.take(key, min(max(left_s, 0.001), _SIGNALS_S))
             except DeadlineError as error:
                 if left_s <= _SIGNALS_S:
                     raise DeadlineError(
@@ -320,7 +370,7 @@ class ServerBoard:
                 if messages:
                     self._num_sent += 1
                     data = json.dumps(tree.encode(messages), allow_nan=False).encode()
-                    self._set(f"{self._name}/from/{self.rank}/{self._num_sent}", data)
+                    self._server.put(f"{self._name}/from/{self.rank}/{self._num_sent}", data)
                     number = self._server.next_number(f"{self._name}/bells")
                     self._server.set(f"{self._name}/bell/{number}", str(self.rank).encode())
             except (CheckpointError, RuntimeError) as error:
@@ -333,20 +383,3 @@ class ServerBoard:
                 self._changed.notify_all()
             if len(messages) < len(batch):
                 return
-
-    def _set(self, key: str, data: bytes) -> None:
-        starts = range(0, len(data), _CHUNK_BYTES)
-        for number, start in enumerate(starts[1:], start=1):
-            self._server.set(f"{key}~{number}", data[start : start + _CHUNK_BYTES])
-        self._server.set(key, f"{len(starts)} ".encode() + data[:_CHUNK_BYTES])
-
-    def _get(self, key: str, timeout_s: float) -> bytes:
-        deadline_s = time.monotonic() + timeout_s
-        count, _, first = self._server.get(key, timeout_s).partition(b" ")
-        more = (f"{key}~{number}" for number in range(1, int(count)))
-        left_s = max(deadline_s - time.monotonic(), JOIN_TIMEOUT_S)
-        return b"".join([first, *(self._server.get(one, left_s) for one in more)])
-
-    def _forget(self, key: str) -> None:
-        # Large ones leave their further pieces: rare, and gone with the server.
-        self._server.forget(key)

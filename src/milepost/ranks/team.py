@@ -93,10 +93,11 @@ class StoreTeam:
             return outcome.value  # type: ignore[no-any-return]
         try:
             value = work()
+            answer = Outcome(0, value, task=task).to_bytes()
         except BaseException as error:
             self._post(key, Outcome.of_error(0, task, error).to_bytes())
             raise
-        self._post(key, Outcome(0, value, task=task).to_bytes())
+        self._post(key, answer)
         return value
 
     def collect(self, task: str, work: Callable[[], T], *, timeout_s: float) -> list[T]:
@@ -127,10 +128,12 @@ class StoreTeam:
         own: BaseException | None = None
         try:
             outcome = Outcome(self.rank, work(), task=task)
+            said = outcome.to_bytes()
         except BaseException as error:  # noqa: BLE001 - told to every rank, and raised on each
             own, outcome = error, Outcome.of_error(self.rank, task, error)
+            said = outcome.to_bytes()
         if self.rank != 0:
-            self._post(f"{key}/{self.rank}", outcome.to_bytes())
+            self._post(f"{key}/{self.rank}", said)
             answer = self._wait_for_leader(key, task, timeout_s + margin_s)
             if answer.is_failure:
                 raise _as_told(answer.exception(), own)
@@ -139,10 +142,11 @@ class StoreTeam:
             answers = self._gather(key, task, outcome, timeout_s, own)
             raise_failures(task, answers)
             value = conclude([one.value for one in answers])
+            concluded = Outcome(0, value, task=task).to_bytes()
         except BaseException as error:  # noqa: BLE001 - told to every rank, and raised on each
             self._post(key, Outcome.of_error(0, task, error).to_bytes())
             raise _as_told(error, own)  # noqa: B904 - it has its cause
-        self._post(key, Outcome(0, value, task=task).to_bytes())
+        self._post(key, concluded)
         return value
 
     def note(self, key: str, text: str) -> None:
@@ -184,7 +188,7 @@ class StoreTeam:
         for rank in range(1, self.world_size):
             gone = DeadlineError(f"Rank {rank} did not answer any more after {error!r}.", rank=rank)
             answer = Outcome.of_error(rank, "", gone)
-            self._server.set_first(f"{key}/{rank}", answer.to_bytes())
+            self._server.put_first(f"{key}/{rank}", answer.to_bytes())
 
     def leave(self, *, timeout_s: float) -> None:
         """Leave for good; see :class:`Team`."""
@@ -211,16 +215,18 @@ class StoreTeam:
         answers: list[bytes] = [own.to_bytes()]
         missing: list[int] = []
         self._awaited = key
-        for rank in range(1, self.world_size):
-            place = f"{key}/{rank}"
-            left_s = deadline_s - time.monotonic()
-            try:
-                left_s = min(left_s, _LOST_WAIT_S) if rank in lost else left_s
-                answers.append(self._server.get(place, left_s))
-                self._server.forget(place)
-            except DeadlineError:
-                missing.append(rank)
-        self._awaited = None
+        try:
+            for rank in range(1, self.world_size):
+                place = f"{key}/{rank}"
+                left_s = deadline_s - time.monotonic()
+                try:
+                    left_s = min(left_s, _LOST_WAIT_S) if rank in lost else left_s
+                    answers.append(self._server.take(place, left_s))
+                    self._server.forget(place)
+                except DeadlineError:
+                    missing.append(rank)
+        finally:
+            self._awaited = None
         if missing and error is not None and set(missing) <= set(lost):
             raise error
         if missing:
@@ -233,7 +239,7 @@ class StoreTeam:
 
     def _wait_for_leader(self, key: str, task: str, timeout_s: float) -> Outcome:
         try:
-            outcome = Outcome.from_bytes(self._server.get(key, timeout_s))
+            outcome = Outcome.from_bytes(self._server.take(key, timeout_s))
         except DeadlineError:
             raise _missing(task, [0], timeout_s, None) from None
         if outcome.task not in (task, ""):
@@ -246,7 +252,7 @@ class StoreTeam:
 
     def _post(self, key: str, data: bytes) -> None:
         """Post a message, and take back one that every rank has read long ago."""
-        self._server.set(key, data)
+        self._server.put(key, data)
         self._posted.append(key)
         if len(self._posted) > _KEPT_TASKS:
             self._server.forget(self._posted.popleft())

@@ -1,9 +1,9 @@
 """Blocks from several threads, in the order in which an upload takes them.
 
 An upload reads from one end to the other; the threads of the engine bring blocks nearly in order.
-Whoever brings the next block hands it over and waits until it was taken, so that no more than a
-block for each thread is held. Whoever is early waits for a moment, and then leaves a copy: threads
-that wait for each other would wait for ever.
+Whoever brings the next block hands it over and waits until it was copied, so that no more than a
+block for each thread is held here. Whoever is early waits for a moment, and then leaves a copy:
+threads that wait for each other would wait for ever.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class BlockFeed:
                     path=self._key,
                 )
 
-    def __iter__(self) -> Iterator[memoryview | bytes]:
-        """Yield the blocks in order, until all of the object was given.
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield copies of the blocks in order, until all of the object was given.
 
         Raises:
             StorageError: The feed was stopped, or a block did not come in time.
@@ -95,13 +95,12 @@ class BlockFeed:
                     raise DeadlineError(
                         f"No block of {self._key} came for {self._timeout_s:g} s.", path=self._key
                     )
-                block = self._early[self._next]
-            yield block
-            # Whoever asks for the next has done with this one.
-            with self._state:
-                del self._early[self._next]
-                self._next += memoryview(block).nbytes
+                # A copy: clients hold what they are given until it has been sent, which may be long
+                # after they have asked for the next, and by then the block is its thread's again.
+                piece = bytes(self._early.pop(self._next))
+                self._next += len(piece)
                 self._state.notify_all()
+            yield piece
 
     def stop(self) -> None:
         """End the upload from outside."""

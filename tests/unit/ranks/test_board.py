@@ -86,7 +86,7 @@ def test_a_rank_that_dies_while_it_sends_hides_no_message(monkeypatch) -> None:
     second.send({"rank": 1, "n": 1})
     second.flush(20)
     second._server.next_number("b/bells")  # and died
-    third._set("b/from/2/1", b'[{"rank":2,"n":1}]')  # and died
+    third._server.put("b/from/2/1", b'[{"rank":2,"n":1}]')  # and died
     leader.send({"rank": 0, "n": 1})
     leader.flush(20)
     found = taken(leader, 3)

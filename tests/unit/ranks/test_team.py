@@ -209,3 +209,34 @@ def test_an_error_of_this_rank_keeps_its_facts_and_its_cause() -> None:
         return caught.value.facts["path"], type(caught.value.__cause__)
 
     assert on_ranks(body, body) == [("of rank 0", KeyError), ("of rank 1", KeyError)]
+
+
+def test_messages_may_be_longer_than_the_server_takes_at_once() -> None:
+    """The manifest of many terabytes is one; both ways, and nothing of them stays."""
+    long = bytes(range(256)) * 40_000  # 10 MB, and more as text
+
+    def body(team: Team) -> Any:
+        found = team.gather("send", lambda: long, lambda all_of: all_of[1], timeout_s=60)
+        assert found == long
+        assert team.lead("send", lambda: long[::-1], timeout_s=60) == long[::-1]
+        for _ in range(70):
+            team.collect("go on", lambda: 1, timeout_s=60)
+        return sorted(team._server._pieces)  # type: ignore[union-attr]
+
+    ended = on_ranks(body, body)
+    assert ended == [[], []]
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank() -> None:
+    """And not a wait of all the others until the deadline."""
+
+    def body(team: Team) -> Any:
+        with pytest.raises(mp.CheckpointError, match="rank 1: UnsupportedStateError"):
+            team.collect("send", object if team.rank == 1 else int, timeout_s=60)
+        with pytest.raises(mp.UnsupportedStateError):
+            team.gather("conclude", lambda: 1, lambda _: object(), timeout_s=60)
+        with pytest.raises(mp.UnsupportedStateError):
+            team.lead("lead", object, timeout_s=60)
+        return "ok"
+
+    assert on_ranks(body, body) == ["ok", "ok"]
