@@ -14,15 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..checkpoint import Checkpoint, Run, open_source
+from ..checkpoint import Checkpoint, Run, open_run, open_source
 from ..display import loading_bar
 from ..errors import MissingError, UsageError
+from ..format.layout import MANIFEST
 from ..state.model import load_weights
 from ..state.report import LoadReport
 from ..state.rng import rng_of_rank
 from ..state.source import load_item
 from ..state.tracked import Tracked
-from ..stores.provider import ObjectStoreProviderHparams
+from ..stores.prefix import PrefixStore
+from ..stores.provider import ObjectStoreProvider, ObjectStoreProviderHparams
 from .places import fill_ranks
 
 __all__ = [
@@ -93,7 +95,8 @@ def open_place(
     Args:
         named: A handle, or a path with ranks in braces; with ``object_store`` the name of an
             object.
-        object_store: Where to download it from; ``None``: it is a path.
+        object_store: Where to download it from; ``None``: it is a path. Of a provider it may also
+            be a checkpoint folder or a run, of which no more is read than is needed.
         chunk_size_bytes: Bytes of one piece of a download.
         is_bar_shown: Whether to show the download.
     """
@@ -111,6 +114,11 @@ def open_place(
     if object_store is None:
         yield path
         return
+    if isinstance(object_store, ObjectStoreProvider):
+        checkpoint = _find_folder(object_store, path)
+        if checkpoint is not None:
+            yield checkpoint
+            return
     with tempfile.TemporaryDirectory(prefix="milepost-") as folder:
         target = Path(folder) / Path(path).name
         size_bytes, done_bytes = object_store.get_object_size(path), 0
@@ -123,6 +131,19 @@ def open_place(
                 done_bytes += len(piece)
                 bar.update(done_bytes)
         yield str(target)
+
+
+def _find_folder(provider: ObjectStoreProvider, path: str) -> Checkpoint | None:
+    """Return the checkpoint that lies below a name, or the newest of the run that does."""
+    name = path.strip("/")
+    if next(iter(provider.store.list(name)), None) is None:
+        return None  # an object, or nothing
+    place = PrefixStore(provider.store, name)
+    try:
+        place.head(MANIFEST)
+    except MissingError:
+        return the_newest(open_run(place))
+    return Checkpoint(place, "")
 
 
 def restore_all(

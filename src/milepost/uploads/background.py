@@ -91,6 +91,8 @@ class Rounds:
                 begun = self._num_asked
                 is_last = self._is_ending
             error = self._run_once()
+            if is_last and error is not None:
+                error = self._run_once()  # no other round comes that could try again
             with self._state:
                 self._num_done = begun
                 self._last_error = error
