@@ -226,9 +226,10 @@ class OptimizerPart(Alike):
         index_of = {id(slot.parameter): index for index, slot in slots.items()}
         group_of = {name: group for group in stored["param_groups"] for name in group["params"]}
         groups = []
-        for members in held:
+        for members, live in zip(held, holder_of(self.optimizer).param_groups, strict=True):
             names = [name for slot in members for name in slot.names]
-            home = next(group_of[name] for name in names if name in group_of)
+            # A group of which nothing was stored, or of which this rank holds nothing, stays.
+            home = next((group_of[name] for name in names if name in group_of), live)
             groups.append({**home, "params": [index_of[id(slot.parameter)] for slot in members]})
         joined = {index: slot.join(stored["state"]) for index, slot in slots.items()}
         state: dict[Any, Any] = {i: value for i, value in joined.items() if value is not None}

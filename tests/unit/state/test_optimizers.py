@@ -134,6 +134,29 @@ def test_options_of_groups_come_back_to_the_group_of_their_parameters(tmp_path):
     assert second["params"][0] is live[1].bias
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, OwnLoad])
+def test_a_group_without_stored_parameters_keeps_its_options(tmp_path, kind):
+    """As when a rank holds none of them; there is no stored group that it could be."""
+
+    def new(seed, lr):
+        model = new_model(seed)
+        groups = [{"params": list(model.parameters())}, {"params": [], "lr": lr}]
+        return model, kind(groups, lr=lr / 2)
+
+    model, optimizer = new(1, 0.25)
+    train(model, optimizer, 2, seed=5)
+    with mp.Checkpointer(tmp_path, model=model, optimizer=optimizer) as run:
+        run.save("a", wait=True)
+    live, live_optimizer = new(2, 0.5)
+    with mp.Checkpointer(tmp_path, model=live, optimizer=live_optimizer):
+        pass
+    first, second = live_optimizer.param_groups
+    assert (first["lr"], second["lr"], second["params"]) == (0.125, 0.5, [])
+    train(model, optimizer, 2, seed=6)
+    train(live, live_optimizer, 2, seed=6)
+    assert_equal_states(dict(live.state_dict()), dict(model.state_dict()))
+
+
 def test_other_groups_than_before_are_refused_and_nothing_changes(tmp_path):
     """One group cannot have the options of two."""
     model = new_model(1)
