@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from ..errors import CheckpointError, DeadlineError, RankFailedError
@@ -23,7 +22,9 @@ from .outcome import Outcome
 
 __all__ = ["Desk", "Line", "call"]
 
-_HELLO_BYTES = 4096
+_TOKEN_BYTES = 32
+_RANK_BYTES = 8
+_HELLO_BYTES = 2 * _TOKEN_BYTES + _RANK_BYTES
 _HELLO_S = 5.0  # a stranger that says nothing must not keep the others waiting
 _MAX_MESSAGE_BYTES = 1 << 40
 _OK, _FAILED = b"\x00", b"\x01"
@@ -40,7 +41,7 @@ class Line:
 
     def __init__(self, connection: socket.socket, rank: int, *, timeout_s: float) -> None:
         self._socket = connection
-        self._rank = rank
+        self.rank = rank
         self._timeout_s = timeout_s
         connection.settimeout(timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -70,15 +71,15 @@ class Line:
             DeadlineError: It did not send anything in time.
         """
         try:
-            return self._receive(_MAX_MESSAGE_BYTES)
+            return self._receive()
         except OSError as error:
             raise self._broken(error) from error
 
-    def _receive(self, max_bytes: int) -> memoryview:
+    def _receive(self) -> memoryview:
         start = bytearray(9)
         self._fill(memoryview(start))
         length = int.from_bytes(start[1:], "little")
-        if length > max_bytes:
+        if length > _MAX_MESSAGE_BYTES:
             raise OSError(f"a message of {length:,} bytes was announced")
         message = memoryview(page_memory(length))[:length]
         self._fill(message)
@@ -107,15 +108,15 @@ class Line:
     def _broken(self, error: OSError) -> CheckpointError:
         if isinstance(error, TimeoutError):
             return DeadlineError(
-                f"Rank {self._rank} sent or took nothing for {self._timeout_s:g} s.",
+                f"Rank {self.rank} sent or took nothing for {self._timeout_s:g} s.",
                 safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
-                ranks=[self._rank],
+                ranks=[self.rank],
             )
         return RankFailedError(
-            f"Rank {self._rank} cannot be reached any more: {error}.",
+            f"Rank {self.rank} cannot be reached any more: {error}.",
             safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
-            hint=f"Look at the log of rank {self._rank}.",
-            ranks=[self._rank],
+            hint=f"Look at the log of rank {self.rank}.",
+            ranks=[self.rank],
         )
 
 
@@ -127,7 +128,7 @@ class Desk:
     """
 
     def __init__(self, host: str) -> None:
-        self._token = secrets.token_hex(32)
+        self._token = secrets.token_hex(_TOKEN_BYTES)
         self._host = host
         family, address = _listen_at(host)
         self._listener = socket.create_server((address, 0), family=family, backlog=128)
@@ -152,41 +153,45 @@ class Desk:
         lines: dict[int, Line] = {}
         try:
             while len(lines) < world_size - 1:
-                left_s = deadline_s - time.monotonic()
-                rank, line = self._take_call(max(left_s, 0.001), timeout_s=timeout_s)
-                if 0 < rank < world_size and rank not in lines:
-                    lines[rank] = line
+                line = self._take_call(deadline_s, timeout_s=timeout_s)
+                if line is not None and 0 < line.rank < world_size and line.rank not in lines:
+                    lines[line.rank] = line
                 elif line is not None:
                     line.close()
-        except TimeoutError as error:
+        except BaseException as error:
             for line in lines.values():
                 line.close()
-            missing = [rank for rank in range(1, world_size) if rank not in lines]
-            named = ", ".join(map(str, missing))
-            raise DeadlineError(
-                f"Rank {named} did not call rank 0 within {call_s:g} s to hand over its share.",
-                safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
-                hint="Rank 0 must be reachable from every machine.",
-                ranks=missing,
-            ) from error
+            if isinstance(error, TimeoutError):
+                raise _missing(world_size, lines, call_s=call_s) from error
+            raise
         return lines
 
     def close(self) -> None:
         """Take no more calls."""
         self._listener.close()
 
-    def _take_call(self, wait_s: float, *, timeout_s: float) -> tuple[int, Line]:
-        self._listener.settimeout(wait_s)
+    def _take_call(self, deadline_s: float, *, timeout_s: float) -> Line | None:
+        """Return a line to the next rank that calls; ``None`` if it was a stranger."""
+        self._listener.settimeout(_left_s(deadline_s))
         connection, _ = self._listener.accept()
-        line = Line(connection, -1, timeout_s=min(wait_s, _HELLO_S))
         try:
-            token, rank = json.loads(bytes(line._receive(_HELLO_BYTES)))  # noqa: SLF001 - our own
-            is_ours = hmac.compare_digest(str(token), self._token)
-        except (OSError, ValueError, TypeError, CheckpointError):
-            is_ours = False  # a stranger, such as a scanner of ports
-        if not is_ours:
-            return 0, line
-        return int(rank), Line(connection, int(rank), timeout_s=timeout_s)
+            rank = self._hear(connection, min(deadline_s, time.monotonic() + _HELLO_S))
+            return Line(connection, rank, timeout_s=timeout_s)
+        except OSError:
+            connection.close()
+            return None  # such as a scanner of ports
+        except BaseException:
+            connection.close()
+            raise
+
+    def _hear(self, connection: socket.socket, deadline_s: float) -> int:
+        """Return the rank that calls. Nothing that a stranger sends is looked into."""
+        if _read(connection, 9, deadline_s) != _OK + _HELLO_BYTES.to_bytes(8, "little"):
+            raise ConnectionRefusedError("this is no hello")
+        hello = _read(connection, _HELLO_BYTES, deadline_s)
+        if not hmac.compare_digest(hello[:-_RANK_BYTES], self._token.encode()):
+            raise ConnectionRefusedError("the token is not ours")
+        return int.from_bytes(hello[-_RANK_BYTES:], "little")
 
 
 def call(address: Sequence[str | int], *, rank: int, call_s: float, timeout_s: float) -> Line:
@@ -211,9 +216,43 @@ def call(address: Sequence[str | int], *, rank: int, call_s: float, timeout_s: f
             hint="Rank 0 must be reachable from every machine, at any port.",
             ranks=[0],
         ) from error
-    line = Line(connection, 0, timeout_s=timeout_s)
-    line.send(json.dumps([token, rank]).encode())
+    try:
+        line = Line(connection, 0, timeout_s=timeout_s)
+        line.send(str(token).encode(), rank.to_bytes(_RANK_BYTES, "little"))
+    except BaseException:
+        connection.close()
+        raise
     return line
+
+
+def _missing(world_size: int, lines: Mapping[int, Line], *, call_s: float) -> DeadlineError:
+    missing = [rank for rank in range(1, world_size) if rank not in lines]
+    named = ", ".join(map(str, missing))
+    return DeadlineError(
+        f"Rank {named} did not call rank 0 within {call_s:g} s to hand over its share.",
+        safe="Nothing was committed by this attempt; earlier checkpoints are intact.",
+        hint="Rank 0 must be reachable from every machine.",
+        ranks=missing,
+    )
+
+
+def _left_s(deadline_s: float) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0.0:
+        raise TimeoutError("the time is over")
+    return left_s
+
+
+def _read(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
+    """Read so many bytes, by a deadline that does not move when some arrive."""
+    data = b""
+    while len(data) < num_bytes:
+        connection.settimeout(_left_s(deadline_s))
+        piece = connection.recv(num_bytes - len(data))
+        if not piece:
+            raise ConnectionResetError("the other side has hung up")
+        data += piece
+    return data
 
 
 def _listen_at(host: str) -> tuple[socket.AddressFamily, str]:

@@ -118,6 +118,96 @@ def test_strangers_are_not_let_in():
         line.finish()
 
 
+def test_a_stranger_that_drips_is_given_no_more_time(monkeypatch):
+    """A byte now and then must not keep the ranks waiting, however many there are to come."""
+    monkeypatch.setattr("milepost.ranks.lines._HELLO_S", 0.4)
+    with closing(Desk("127.0.0.1")) as desk:
+        host, port, _ = desk.address
+        # Of the right length, so that only the clock can tell.
+        hello = b"\x00" + (72).to_bytes(8, "little") + b"x" * 72
+        sent = []
+
+        def drip() -> None:
+            with socket.create_connection((host, port)) as stranger:
+                stranger.settimeout(0.1)
+                for number in range(len(hello)):
+                    try:
+                        stranger.sendall(hello[number : number + 1])
+                        sent.append(number)
+                        if not stranger.recv(1):
+                            return
+                    except TimeoutError:
+                        continue
+                    except OSError:
+                        return
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        with pytest.raises(DeadlineError, match="Rank 1 did not call"):
+            desk.take_calls(2, call_s=1, timeout_s=10)
+        dripping.join(30)
+        assert len(sent) < len(hello)
+
+
+@pytest.mark.parametrize("first", [b"\x00", b"\x01"])
+def test_nothing_that_a_stranger_says_is_looked_into(first, monkeypatch):
+    """Its bytes are compared and not decoded, however they are made."""
+    monkeypatch.setattr("milepost.ranks.lines.Outcome.from_bytes", pytest.fail)
+    with closing(Desk("127.0.0.1")) as desk:
+        host, port, token = desk.address
+        bodies = [b"\xff" * 72, "é".encode() * 36, b"[" * 4000, b'["x", 1e999]', token.encode()]
+        strangers = []
+        for body in bodies:
+            strangers.append(socket.create_connection((host, port)))
+            strangers[-1].sendall(first + len(body).to_bytes(8, "little") + body)
+        thread, ended = calling(desk.address, 1, lambda line: bytes(line.receive()))
+        line = desk.take_calls(2, call_s=20, timeout_s=10)[1]
+        line.send(b"ours")
+        thread.join(10)
+        assert ended == [b"ours"]
+        for stranger in strangers:
+            stranger.close()
+        line.finish()
+
+
+def test_an_error_while_ranks_call_lets_those_go_that_did(monkeypatch):
+    """They would wait for a leader that has given up."""
+    hear = Desk._hear
+    heard = []
+
+    def hear_once(self, connection, deadline_s):
+        if heard:
+            raise KeyboardInterrupt
+        heard.append(hear(self, connection, deadline_s))
+        return heard[0]
+
+    monkeypatch.setattr(Desk, "_hear", hear_once)
+    with closing(Desk("127.0.0.1")) as desk:
+        ranks = [calling(desk.address, rank, lambda line: line.receive()) for rank in (1, 2)]
+        with pytest.raises(KeyboardInterrupt):
+            desk.take_calls(3, call_s=20, timeout_s=10)
+        for thread, ended in ranks:
+            thread.join(10)
+            assert isinstance(ended[0], RankFailedError)
+
+
+def test_a_call_that_fails_on_its_way_is_hung_up(monkeypatch):
+    """Nobody has the line then, so nobody else could."""
+    made = []
+    connect = socket.create_connection
+
+    def create(*arguments, **options):
+        made.append(connect(*arguments, **options))
+        made[-1].shutdown(socket.SHUT_WR)
+        return made[-1]
+
+    with closing(Desk("127.0.0.1")) as desk:
+        monkeypatch.setattr(socket, "create_connection", create)
+        with pytest.raises(RankFailedError, match="cannot be reached"):
+            call(desk.address, rank=1, call_s=10, timeout_s=10)
+    assert made[0].fileno() == -1
+
+
 def test_the_desk_is_seen_by_this_machine_alone_where_the_ranks_are_on_it():
     """Nobody else has any business there."""
     for host in ("127.0.0.1", "localhost"):
