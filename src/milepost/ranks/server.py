@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from ..errors import CheckpointError, DeadlineError, RankFailedError
 from ..format import tree
 from .outcome import Outcome
 
-__all__ = ["JOIN_TIMEOUT_S", "Server", "ServerBoard", "meet_at"]
+__all__ = ["JOIN_TIMEOUT_S", "Server", "ServerBoard", "meet_at", "open_server"]
 
 JOIN_TIMEOUT_S = 60.0
 
@@ -221,6 +222,38 @@ def _leader_gone(error: BaseException) -> RankFailedError:
     )
 
 
+def open_server(host: str, port: int = 0) -> TCPStore:
+    """Open the server in this process; on a loopback address nobody else's machine can reach it.
+
+    Left to itself it would listen at every address of the machine.
+
+    Args:
+        host: How the ranks know this machine.
+        port: The port; 0 for any.
+
+    Raises:
+        RuntimeError: It cannot be opened.
+    """
+    if host != "localhost" and not host.startswith("127."):
+        return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        raise RuntimeError(f"{host}:{port} cannot be listened at: {error}") from error
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # it is the store's now
+    )
+
+
 def meet_at(host: str, port: int, *, rank: int) -> Server:
     """Return a server at an address that every rank was told; the leader opens it there.
 
@@ -230,7 +263,7 @@ def meet_at(host: str, port: int, *, rank: int) -> Server:
     server: TCPStore | None = None
     if rank == 0:
         try:
-            server = TCPStore(host, port, is_master=True, wait_for_workers=False)
+            server = open_server(host, port)
         except RuntimeError as error:
             raise RankFailedError(
                 f"The ranks cannot meet at {host}:{port}: {error}",

@@ -33,7 +33,7 @@ if dist.is_available():
 
 from ..errors import CheckpointError, DeadlineError, RankFailedError, UsageError
 from .outcome import Outcome, raise_failures
-from .server import JOIN_TIMEOUT_S, Server, ServerBoard
+from .server import JOIN_TIMEOUT_S, Server, ServerBoard, open_server
 from .solo import Solo, Team
 
 __all__ = ["Solo", "StoreTeam", "Team", "find_rank", "join_team", "num_ranks"]
@@ -339,7 +339,7 @@ def join_team() -> Team:
     server: TCPStore | None = None
     if rank == 0:
         host = os.environ.get("MASTER_ADDR", "") or "127.0.0.1"
-        server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        server = open_server(host)
         meeting.set("address", json.dumps([host, server.port]))
     try:
         meeting.wait(["address"], timedelta(seconds=JOIN_TIMEOUT_S))

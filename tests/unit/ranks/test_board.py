@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -95,3 +97,25 @@ def test_a_rank_that_dies_while_it_sends_hides_no_message(monkeypatch) -> None:
     assert taken(leader, 1) == [{"rank": 1, "n": 2}]
     for one in (leader, second, third):
         one.close()
+
+
+def test_ranks_of_one_machine_are_reached_from_no_other() -> None:
+    """Whoever can connect can answer in the name of a rank."""
+    opened = server.open_server("127.0.0.1")
+    client = server.Server("127.0.0.1", opened.port, opened)
+    client.put("a", b"1")
+    assert client.take("a", 5) == b"1"
+    found = {
+        one[4][0]
+        for one in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        if not one[4][0].startswith("127.")
+    }
+    for address in found:
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((address, opened.port), 5)
+    rows = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    places = [row.split()[1] for row in rows if row.split()[3] == "0A"]
+    assert f"0100007F:{opened.port:04X}" in places
+    assert f"00000000:{opened.port:04X}" not in places
+    rows = Path("/proc/net/tcp6").read_text().splitlines()[1:]
+    assert not [row for row in rows if row.split()[1].endswith(f":{opened.port:04X}")]
