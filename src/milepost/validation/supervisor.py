@@ -148,10 +148,15 @@ class Validations:
 
         Raises:
             DeadlineError: One has none in time. They go on.
-            CheckpointError: One has none on record, since the store refused it.
+            CheckpointError: One has none on record, since the store refused it. It is told to all
+                who wait meanwhile, or else to who waits next, and then it is over.
         """
         with self._changed:
+            lost = self._lost  # also if another waiter has been told of it first
             is_over = self._changed.wait_for(lambda: self._thread is None, timeout_s)
+            errors = [*lost.values(), *self._lost.values()]
+            if is_over:
+                self._lost = {}
         if not is_over:
             names = self.pending()
             raise DeadlineError(
@@ -160,7 +165,7 @@ class Validations:
                 hint="Wait longer, or give validations a timeout_s.",
                 names=names,
             )
-        for error in self._lost.values():
+        for error in errors:
             raise error
 
     def close(self, *, timeout_s: float) -> None:
@@ -223,10 +228,12 @@ class Validations:
         except BaseException as error:  # noqa: BLE001 - told to whoever waits
             _log.exception("The supervisor of validations failed.")
             with self._changed:
-                self._lost.update({one.name: error for one in self._queue} or {"": error})
+                items = [*self._queue, *(one.item for one in self._running.values())]
+                self._lost.update({one.name: error for one in items} or {"": error})
                 self._queue.clear()
         finally:
             with self._changed:
+                self._running = {}
                 self._thread = None
                 if self._queue and not self._is_stopping:
                     self._begin()  # taken on while this thread was about to end
@@ -411,7 +418,5 @@ class Validations:
 
     def _drop_all(self) -> None:
         """Leave no process behind, whatever went wrong."""
-        with self._changed:
-            left, self._running = list(self._running.values()), {}
-        for one in left:
+        for one in list(self._running.values()):
             one.process.close()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -384,3 +385,63 @@ def test_asking_again_in_a_later_life_does_not_start_the_count_anew(run, supervi
     found = run.validation("ep1")
     assert (found.status, found.num_attempts) == (FAILED, 2)
     assert len(log.read_text().split()) == 1
+
+
+def test_a_lost_verdict_is_told_once_and_to_all_who_wait(run, configure):
+    """It is the news of its own round: the waits of the hours after it must not fail as well."""
+    gate = threading.Event()
+
+    def fail(number, text):
+        if text.startswith("put_new validations/ep1") and "verdict" in text:
+            assert gate.wait(WAIT_S)
+            raise StorageError("The disk is full.")
+
+    failing = FaultStore(run.store, before=fail)
+    validations = Validations(failing, run_id=run.run.run_id, config=configure("good"))
+    validations.submit("ep1", run.save("ep1"))
+    told = []
+
+    def wait():
+        try:
+            validations.wait(timeout_s=WAIT_S)
+        except StorageError as error:
+            told.append(str(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + WAIT_S
+    while len(validations._changed._waiters) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    gate.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert told == ["The disk is full."] * 2
+    validations.submit("ep2", run.save("ep2"))
+    validations.wait(timeout_s=WAIT_S)
+    assert run.validation("ep2").status is VALIDATED
+    validations.close(timeout_s=WAIT_S)
+
+
+def test_a_supervisor_that_fails_has_lost_what_it_ran(run, configure, tmp_path):
+    """Not only what waited for its turn: whoever asks must hear of each."""
+
+    def fail(number, text):
+        if "verdict" in text and text.startswith("put_new"):
+            raise RuntimeError("broken")
+
+    failing = FaultStore(run.store, before=fail)
+    config = configure(
+        "meets", fn_kwargs={"folder": str(tmp_path / "met"), "number": 2}, max_concurrent=2
+    )
+    (tmp_path / "met").mkdir()
+    validations = Validations(failing, run_id=run.run.run_id, config=config)
+    for name in ("ep1", "ep2", "ep3"):
+        validations.submit(name, run.save(name))
+    with validations._changed:
+        assert validations._changed.wait_for(lambda: validations._thread is None, WAIT_S)
+    assert set(validations._lost) == {"ep1", "ep2", "ep3"}
+    assert validations.pending() == []
+    with pytest.raises(RuntimeError, match="broken"):
+        validations.close(timeout_s=WAIT_S)
