@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CheckpointError, FormatError, MissingError, storage_error
+from ..errors import CheckpointError, DeadlineError, FormatError, MissingError, storage_error
 from ..format import tree
 from ..stores.base import Store
 
@@ -70,6 +70,7 @@ class History:
         self._changed = threading.Condition()
         self._is_closing = False
         self._num_objects = 0
+        self._is_synced = False
         self._error: CheckpointError | None = None
         # A daemon: a process that ends without closing the run has given up its last second.
         self._thread = threading.Thread(
@@ -88,12 +89,19 @@ class History:
         """Write what is left.
 
         Raises:
+            DeadlineError: It is still being written.
             CheckpointError: It could not be written.
         """
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(
+                f"The last reported metrics were not written within {timeout_s:g} s.",
+                safe="The checkpoints are whole, and each keeps its own metrics.",
+                hint=f"See whether the place of the run answers: {self._store.url}.",
+            )
         with self._changed:
             if self._waiting and self._error is not None:
                 raise self._error
@@ -125,26 +133,27 @@ class History:
 
     def _write(self, data: bytes) -> None:
         if self._path is None:
+            # Tried again it is the same object, which may be there though no answer came.
+            self._store.put(f"{self._key}-{self._num_objects + 1:04d}.jsonl", data)
             self._num_objects += 1
-            self._store.put(f"{self._key}-{self._num_objects:04d}.jsonl", data)
             return
         try:
             os.makedirs(os.path.dirname(self._path), exist_ok=True)  # noqa: PTH103, PTH120
-            is_new = not os.path.exists(self._path)  # noqa: PTH110
             fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             start = os.fstat(fd).st_size
             try:
                 _append(fd, data)
                 os.fsync(fd)
-            except OSError:
+                if not self._is_synced:
+                    self._store.sync_folder(_FOLDER)
+                    self._is_synced = True
+            except (OSError, CheckpointError):
                 os.ftruncate(fd, start)  # it is tried again, whole
                 raise
             finally:
                 os.close(fd)
         except OSError as error:
             raise storage_error(error, operation="write", path=self._path) from error
-        if is_new:
-            self._store.sync_folder(_FOLDER)
 
 
 def read_history(store: Store) -> list[Reported]:
