@@ -346,9 +346,15 @@ class Reports:
         pending: PendingSave[Checkpoint] = PendingSave(name)
         self._unsettled.append(pending)
         if mode is CheckpointUploadMode.ASYNC:
-            threading.Thread(
-                target=self._carry_out, args=(work, pending), name="milepost-report"
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._carry_out, args=(work, pending), name="milepost-report"
+                ).start()
+            except BaseException as error:
+                pending.was_reported = True  # by the error itself
+                pending.fail(error)  # or whoever waits for it would wait for ever
+                self._tell(work.number, error=error)  # and the other ranks for its files
+                raise
             return pending
         self._carry_out(work, pending)
         if isinstance(pending.unreported_error, Exception):

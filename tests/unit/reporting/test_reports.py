@@ -315,6 +315,25 @@ def test_the_loop_can_catch_what_went_wrong_in_the_background(tmp_path, folder):
     assert [json.loads(line)["metrics"] for line in lines] == [{}, {"n": 1}, {"n": 2}, {}, {"n": 3}]
 
 
+def test_an_upload_whose_thread_cannot_start_has_failed(tmp_path, folder, monkeypatch):
+    """Nobody may wait for it: not the next report, not the leader, not the end of the run."""
+
+    def start(self: threading.Thread) -> None:
+        if self.name == "milepost-report":
+            raise RuntimeError("can't start new thread")
+        begin(self)
+
+    begin = threading.Thread.start
+    config = mp.CheckpointConfig(upload_timeout_s=5)
+    with mp.Reports(tmp_path / "run", checkpoint_config=config):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="can't start"):
+                mp.report({}, folder(a="1"), checkpoint_upload_mode=ASYNC)
+        assert mp.report({}, folder(a="1")).name == "report-2"
+    assert names(tmp_path / "run") == ["report-2"]
+
+
 def test_a_few_failures_may_be_lived_with(tmp_path, folder):
     """With "warn" a training survives a bad minute of its store, and not a bad day."""
     config = mp.CheckpointConfig(on_save_error="warn", max_failed_saves=2)
