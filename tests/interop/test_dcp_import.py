@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import pickle
+import resource
 import struct
 import subprocess
 import sys
@@ -531,6 +532,53 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
     make(file) if make else file.symlink_to(tmp_path / "kept")
     with pytest.raises(mp.FormatError, match="no such file"):
         import_checkpoint(folder, tmp_path / "run")
+
+
+def test_a_link_on_the_way_to_a_file_is_refused(tmp_path: Path) -> None:
+    """It leads out of the folder, as a link in place of the file does; a real folder does not."""
+
+    def move(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = "sub/deep/" + info.relative_path
+
+    folder = folder_with(tmp_path / "plain", move)
+    deep = folder / "sub" / "deep"
+    deep.mkdir(parents=True)
+    for file in folder.glob("*.distcp"):
+        file.rename(deep / file.name)
+    source = open_source(folder)
+    assert load_item(source, "m")["w"].shape == (2, 3)
+    (folder / "sub").rename(tmp_path / "kept")
+    (folder / "sub").symlink_to(tmp_path / "kept")
+    with pytest.raises(mp.FormatError, match="no such file"):
+        import_checkpoint(folder, tmp_path / "run")
+    with pytest.raises(mp.CheckpointError):  # put in the way after the look
+        load_item(source, "m")
+
+
+def test_no_more_files_are_open_than_a_process_may_have(tmp_path: Path) -> None:
+    """Large jobs write thousands of files; those that were not read from lately are closed."""
+    pieces = {f"w{n}": [((0,), torch.full((2,), float(n)))] for n in range(80)}
+    plain_folder(tmp_path / "one", pieces, dict.fromkeys(pieces, (2,)))
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    metadata = FileSystemReader(tmp_path / "one").read_metadata()
+    for index, info in metadata.storage_data.items():
+        (written,) = (tmp_path / "one").glob(info.relative_path)
+        info.relative_path = f"__{index.fqn}.distcp"
+        (folder / info.relative_path).write_bytes(written.read_bytes())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 60, limits[1]))
+    try:
+        loaded = load_item(open_source(folder), "model")
+        found = import_checkpoint(folder, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    weights = found.load()["state"]["model"]
+    for n in range(80):
+        assert loaded[f"w{n}"].tolist() == weights[f"w{n}"].tolist() == [n, n]
 
 
 @pytest.mark.parametrize("name", ARCHIVES)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import io
 import os
 import stat
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path as FilePath
@@ -40,9 +42,12 @@ _SPAN_BYTES = 32 * 1024 * 1024
 _RUN_BYTES = 64 * 1024
 """Bytes that lie together and are worth a read of their own."""
 
+_MAX_OPEN = 32
+"""How many files stay open. A folder has one for each rank or more, which may be thousands."""
+
 
 class DcpFiles:
-    """The files of a folder, open for reading.
+    """The files of a folder, open for reading. Links below the folder are not followed.
 
     Args:
         folder: The folder.
@@ -50,7 +55,8 @@ class DcpFiles:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = FilePath(folder).expanduser()
-        self._open: dict[str, int] = {}
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
         self._sizes: dict[str, int | None] = {}
         self._found: dict[tuple[str, int], Archived] = {}
 
@@ -58,6 +64,11 @@ class DcpFiles:
         """Return the size of a file, or ``None`` if there is none."""
         if file not in self._sizes:
             try:
+                place, *names = [self.folder, *file.split("/")]
+                for name in names[:-1]:
+                    place /= name
+                    if not stat.S_ISDIR(place.lstat().st_mode):
+                        return None
                 found = (self.folder / file).lstat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
@@ -68,13 +79,13 @@ class DcpFiles:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep files open once they were read from."""
+        """Keep the last few files open that were read from."""
         try:
             yield
         finally:
-            for descriptor in self._open.values():
-                os.close(descriptor)
-            self._open.clear()
+            with self._lock:
+                while self._open:
+                    os.close(self._open.popitem()[1])
 
     def read_at(self, file: str, start: int, count: int) -> bytes:
         """Return bytes of a file, fewer at its end. Within ``held`` only."""
@@ -105,17 +116,48 @@ class DcpFiles:
 
     def _fill(self, file: str, start: int, view: memoryview) -> int:
         try:
-            if file not in self._open:
-                self._open[file] = posix.open_file(str(self.folder / file))
-            done = 0
-            while done < len(view):
-                count = os.preadv(self._open[file], [view[done:]], start + done)
-                if count == 0:
-                    break
-                done += count
-            return done
+            with self._lock:
+                descriptor = self._open.pop(file, None)
+            # Nobody else has it while it is read from: nobody can close it.
+            if descriptor is None:
+                descriptor = self._open_file(file)
+            try:
+                done = 0
+                while done < len(view):
+                    count = os.preadv(descriptor, [view[done:]], start + done)
+                    if count == 0:
+                        break
+                    done += count
+                return done
+            finally:
+                self._keep(file, descriptor)
         except OSError as error:
             raise self._error(error, file) from error
+
+    def _open_file(self, file: str) -> int:
+        """Open a file folder by folder, so that none on the way is a link."""
+        *above, name = file.split("/")
+        at = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for folder in above:
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                inner = os.open(folder, flags, dir_fd=at)
+                os.close(at)
+                at = inner
+            return posix.open_file(name, folder=at)
+        finally:
+            os.close(at)
+
+    def _keep(self, file: str, descriptor: int) -> None:
+        """Keep a file open, in place of that which was not used for the longest time."""
+        with self._lock:
+            # Another thread may have opened it meanwhile.
+            closed = [self._open.pop(file)] if file in self._open else []
+            self._open[file] = descriptor
+            while len(self._open) > _MAX_OPEN:
+                closed.append(self._open.popitem(last=False)[1])
+        for one in closed:
+            os.close(one)
 
     def _error(self, error: OSError, file: str) -> Exception:
         return storage_error(error, operation="read", path=str(self.folder / file))

@@ -61,10 +61,16 @@ def create_file(path: str) -> int:
     return os.open(path, flags, 0o666)
 
 
-def open_file(path: str, *, direct: bool = False) -> int:
-    """Open a file for reading. A symlink is refused; a pipe does not make us wait."""
+def open_file(path: str, *, direct: bool = False, folder: int | None = None) -> int:
+    """Open a file for reading. A symlink is refused; a pipe does not make us wait.
+
+    Args:
+        path: The file.
+        direct: Whether to go around the cache of the kernel.
+        folder: A folder's descriptor that the path begins in; by default the current folder.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    return os.open(path, flags | (os.O_DIRECT if direct else 0))
+    return os.open(path, flags | (os.O_DIRECT if direct else 0), dir_fd=folder)
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
