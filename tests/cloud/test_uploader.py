@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +25,7 @@ from milepost.stores import (
     PrefixStore,
 )
 from milepost.testing import Fault, FaultStore, read_key
+from milepost.testing.ranks import run_ranks
 from milepost.train import RunDirectoryUploader
 from milepost.uploads.destination import Destination
 from milepost.uploads.lanes import Lanes
@@ -257,6 +258,92 @@ def test_the_end_waits_for_so_long_and_no_longer(tmp_path: Path) -> None:
     timer.join()
     assert mp.open_run(tmp_path / "a").latest().name == "ep1"
     trainer.fit(duration="1ep")
+
+
+class At(mp.Callback):
+    """Does something when a batch begins."""
+
+    def __init__(self, batch: int, call: Callable[[], None]) -> None:
+        self.batch, self.call = batch, call
+
+    def batch_start(self, state: mp.State) -> None:
+        if state.timer.batch == self.batch:
+            self.call()
+
+
+@pytest.mark.parametrize("how", ["error", "exit", "signal"])
+def test_h34_an_early_end_waits_for_the_uploads(how: str, s3_endpoint: str, tmp_path: Path) -> None:
+    """What was saved because of it is there too, and whole. Upload processes end by themselves."""
+
+    def end() -> None:
+        if how == "error":
+            raise ZeroDivisionError
+        if how == "exit":
+            raise SystemExit(3)
+        for pid in (*_children(os.getpid()), os.getpid()):
+            if pid == os.getpid() or "milepost.uploads" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGTERM)
+
+    ends = {"error": ZeroDivisionError, "exit": SystemExit, "signal": mp.Preempted}
+    prefix = f"early-{how}-{time.time_ns()}"
+    uploader = RunDirectoryUploader(s3(s3_endpoint), prefix, upload_every_n_batches=1)
+    trainer = make(
+        uploader, At(6, end), save_folder=tmp_path / "a", features=600, save_interval="1ba"
+    )
+    with pytest.raises(ends[how]):
+        trainer.fit()
+    store = PrefixStore(s3(s3_endpoint).initialize_object().store, prefix)
+    check_copy(tmp_path / "a", store)
+    newest = mp.open_run(store).latest()
+    assert newest.name == {"signal": "ba7"}.get(how, "ba6")
+    assert newest.verify().is_good
+
+
+RANKS = """
+import milepost as mp
+from milepost.train import RunDirectoryUploader
+from torch.utils.data import DataLoader, TensorDataset
+
+os.chdir(FOLDER)
+os.environ["STORE_KEY"] = f"{FOLDER}/to-{rank}"
+hparams = mp.ObjectStoreProviderHparams(
+    provider="local", container="runs", key_environ="STORE_KEY"
+)
+class Notes(mp.Callback):
+    def epoch_end(self, state):
+        place = f"{state.run_directory}/rank_{rank}"
+        os.makedirs(place, exist_ok=True)
+        open(f"{place}/notes-{rank}.txt", "w").close()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+data = TensorDataset(torch.randn(16, 4), torch.randn(16, 4))
+trainer = mp.Trainer(
+    model=model, train_dataloader=DataLoader(data, batch_size=4), progress_bar=False, seed=1,
+    optimizers=torch.optim.SGD(model.parameters(), lr=0.1), max_duration="1ep", save_folder="c",
+    loss_fn=torch.nn.functional.mse_loss, run_name="n",
+    callbacks=[Notes(), RunDirectoryUploader(hparams, use_procs=False)],
+)
+trainer.fit()
+trainer.close()
+"""
+
+
+@pytest.mark.dist
+def test_each_rank_uploads_its_own_folder_and_rank_0_the_rest(tmp_path: Path) -> None:
+    """Every file once, also where ranks on other machines have folders of their own."""
+    for rank in range(2):
+        (tmp_path / f"to-{rank}" / "runs").mkdir(parents=True)
+    (tmp_path / "runs" / "n" / "rank_7").mkdir(parents=True)
+    (tmp_path / "runs" / "n" / "rank_7" / "of another time").touch()
+    (tmp_path / "runs" / "n" / "rank_7" / "old").touch()
+    run_ranks(f"FOLDER = {str(tmp_path)!r}\n" + RANKS, 2)
+    held = []
+    for rank in range(2):
+        folder = tmp_path / f"to-{rank}" / "runs" / "n"
+        held.append({str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()})
+    assert held[1] == {"rank_1/notes-1.txt"}
+    assert held[0] >= {"rank_0/notes-0.txt", "rank_7/old", "rank_0/c/ep1/manifest.json"}
+    assert mp.open_run(tmp_path / "to-0" / "runs" / "n" / "rank_0" / "c").latest().verify().is_good
 
 
 def test_a_process_that_dies_is_replaced(s3_endpoint: str, tmp_path: Path) -> None:

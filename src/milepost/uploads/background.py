@@ -96,17 +96,20 @@ class Rounds:
             with self._state:
                 self._num_done = begun
                 self._last_error = error
-                if error is not None and self._on_error == "raise" and not is_last:
-                    self._untold = error
-                self._state.notify_all()
                 if is_last:
                     return
 
     def _run_once(self) -> Exception | None:
+        """Run a round and return its first error."""
         try:
-            errors = self._mirror.run(self._lanes)
-        except Exception as failure:  # noqa: BLE001 - told by check and finish
-            errors = [failure]
-        for error in errors:
-            _log.warning("An upload failed and is tried again later: %s", error)
+            errors = self._mirror.run(self._lanes, tell=self._tell)
+        except Exception as error:  # noqa: BLE001 - told, and returned
+            self._tell(error)
+            return error
         return errors[0] if errors else None
+
+    def _tell(self, error: Exception) -> None:
+        _log.warning("An upload failed and is tried again later: %s", error)
+        if self._on_error == "raise":
+            with self._state:
+                self._untold = self._untold or error

@@ -86,11 +86,14 @@ class Mirror:
         self._keys: dict[_Bytes, str] = {}
         self._copied: dict[str, _Bytes] = {}
 
-    def run(self, lanes: Lanes) -> list[Exception]:
+    def run(
+        self, lanes: Lanes, *, tell: Callable[[Exception], None] = lambda _: None
+    ) -> list[Exception]:
         """Upload what is new or changed.
 
         Args:
             lanes: What uploads.
+            tell: Called with each error when it is known, which may be long before the end.
 
         Returns:
             The errors; what they prevented is tried again in the next round.
@@ -100,13 +103,23 @@ class Mirror:
         self._changes.begin(self._root)
         found = scan(self._root, self._is_wanted)
         self._check_runs(found)
-        errors = self._send_changed(found.records, lanes)
+        errors: list[Exception] = []
+
+        def note(more: list[Exception]) -> None:
+            for error in more:
+                errors.append(error)
+                tell(error)
+
+        note(self._send_changed(found.records, lanes))
         if errors:
             return errors  # a checkpoint without its session would not be on the lineage
         for checkpoint in self._new(found):
-            errors += self._send_checkpoint(checkpoint, lanes)
+            try:
+                note(self._send_checkpoint(checkpoint, lanes))
+            except CheckpointError as error:
+                note([error])
             lanes.check()
-        errors += self._send_changed(found.files, lanes)
+        note(self._send_changed(found.files, lanes))
         if not errors:
             self._point(found)
         return errors

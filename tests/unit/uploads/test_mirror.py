@@ -284,6 +284,78 @@ def test_two_runs_are_not_mixed(tmp_path: Path, lanes_of) -> None:
     assert held(store) == before
 
 
+def test_h29_a_replaced_checkpoint_leaves_its_neighbours_alone(
+    two_lives: tuple[Path, MemoryStore], lanes_of
+) -> None:
+    """Keys that only begin with its name belong to others."""
+    run, store = two_lives
+    others = dict.fromkeys(("b-best/x", "b.tmp/x", "b0/x", "bb/manifest.json"), b"1")
+    for key, data in others.items():
+        store.put(key, data)
+    assert mirror(run, store).run(lanes_of(store)) == []
+    assert others.items() <= held(store).items()
+    assert read_key(store, "b/manifest.json") == (run / "b" / "manifest.json").read_bytes()
+
+
+def test_h30_uploading_again_lands_in_the_same_place(tmp_path: Path, lanes_of) -> None:
+    """With and without a slash at the end of the folder."""
+    root = tmp_path / "ck"
+    (root / "sub").mkdir(parents=True)
+    (root / "sub" / "y.pt").write_bytes(b"y")
+    store = MemoryStore()
+    for data, slash in ((b"1", ""), (b"2", "/"), (b"3", "")):
+        (root / "x.pt").write_bytes(data)
+        one = mirror(Path(f"{root}{slash}"), store, "run/ck0/")
+        assert one.run(lanes_of(store)) == []
+        assert held(store) == {"run/ck0/x.pt": data, "run/ck0/sub/y.pt": b"y"}
+
+
+def test_copies_lie_in_the_staging_folder_only_while_they_are_sent(
+    tmp_path: Path, lanes_of
+) -> None:
+    """One for each upload on its way; none of a checkpoint's files, which do not change."""
+    run, staging = tmp_path / "run", tmp_path / "staging"
+    save(run, ["a"], value=1)
+    for name in ("one.bin", "two.bin"):
+        (run / name).write_bytes(name.encode() * SMALL_BYTES)
+    seen: dict[str, int] = {}
+
+    def before(number: int, operation: str) -> None:
+        held_here = len([path for path in staging.rglob("*") if path.is_file()])
+        seen[operation.rpartition(" ")[2]] = held_here
+
+    store = FaultStore(MemoryStore(), before=before)
+    changes = Changes(str(staging), small_bytes=SMALL_BYTES)
+    one = Mirror(str(run), Destination(store), prefix="", changes=changes, is_wanted=lambda _: True)
+    assert one.run(lanes_of(store)) == []
+    assert seen["one.bin"] == seen["two.bin"] == 1
+    assert seen["a/model.safetensors"] == 0
+    changes.close()
+    assert list(staging.iterdir()) == []
+    wanted = files_of(run)
+    assert {key: data for key, data in held(store).items() if key != "latest"} == wanted
+
+
+def test_an_error_is_told_before_the_round_ends(tmp_path: Path, lanes_of) -> None:
+    """A training is not to go on for hours while one checkpoint after the other fails."""
+    run = tmp_path / "run"
+    save(run, ["a", "b"], value=1)
+    told: list[tuple[str, int]] = []
+
+    def before(number: int, operation: str) -> None:
+        if operation == "put b/manifest.json":
+            raise mp.StorageError("no")
+
+    store = FaultStore(MemoryStore(), before=before)
+    errors = mirror(run, store).run(
+        lanes_of(store), tell=lambda error: told.append((str(error), len(store.operations)))
+    )
+    assert [str(error) for error in errors] == ["no"]
+    assert [text for text, _ in told] == ["no"]
+    assert told[0][1] < len(store.operations)
+    assert check_whole(store) == ["a"]
+
+
 def test_what_cannot_be_uploaded_is_told_once(
     tmp_path: Path, lanes_of, caplog: pytest.LogCaptureFixture
 ) -> None:
