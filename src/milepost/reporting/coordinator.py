@@ -23,9 +23,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -134,7 +134,7 @@ class Coordinator:
         self._ended: dict[int, bool] = {}
         self._metrics: dict[int, Mapping[str, Any]] = {}
         self._open: dict[int, _Report] = {}
-        self._settled: deque[int] = deque()
+        self._settled: dict[int, None] = {}  # in the order in which it came to that
         self._settled_s = 0.0
         self._asks: list[_Ask] = []
         self._leave_by_s: float | None = None
@@ -171,27 +171,32 @@ class Coordinator:
     def _run(self) -> None:
         try:
             while not self._is_over():
-                messages = self._board.receive(self._next_due_s())
-                try:
-                    for message in messages:
-                        self._take(message)
-                    self._advance()
-                except Exception as error:  # noqa: BLE001 - told to every rank that waits, and kept
-                    self._break(error)
+                for message in self._board.receive(self._next_due_s()):
+                    self._attempt(partial(self._take, message))
+                self._attempt(self._advance)
         except BaseException as error:  # noqa: BLE001 - kept for whoever closes the run
             self.error = error
             _log.error("Reports can be settled no more: %s", error)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - told to every rank that waits, and kept
+            self._break(error)
 
     def _break(self, error: Exception) -> None:
         """Fail whatever is asked from now on: what this thread knows may be wrong."""
         if self.error is None:
             self.error = error
             _log.error("Reports can be settled no more: %s", error, exc_info=error)
-        for report in [*self._open.values()]:
-            self._fail(report, error)
-        for ask in self._asks:
-            self._board.post(ask.key, error=error)
+        answers = [partial(self._fail, report, error) for report in self._open.values()]
+        answers += [partial(self._board.post, ask.key, error=error) for ask in self._asks]
         self._asks = []
+        for answer in answers:
+            try:
+                answer()
+            except Exception as second:  # noqa: BLE001 - the others must be answered all the same
+                _log.error("While failing what was asked: %s", second)
 
     def _is_over(self) -> bool:
         if len(self._ended) == self._board.world_size and not self._open:
@@ -256,11 +261,15 @@ class Coordinator:
     def _take_report(self, rank: int, message: Mapping[str, Any]) -> None:
         number = message["n"]
         self._counts[rank] = number
+        # First, so that whoever waits for it is answered also if its metrics cannot be kept.
+        self._take_offer(rank, number, message)
         if rank == 0 and message.get("metrics") is not None:
             self._metrics[number] = message["metrics"]
             self._history.add(self._base + number, message["metrics"])
             if len(self._metrics) > _KEPT_METRICS:
                 self._metrics.pop(next(iter(self._metrics)))
+
+    def _take_offer(self, rank: int, number: int, message: Mapping[str, Any]) -> None:
         offer, error = message.get("offer"), message.get("error")
         if (offer is None and error is None) or number in self._settled:
             return  # or it came too late: what became of it is posted
@@ -422,21 +431,26 @@ class Coordinator:
 
     def _settle(self, report: _Report) -> None:
         del self._open[report.number]
-        self._settled.append(report.number)
+        self._settled[report.number] = None
         self._settled_s = self._clock()
-        if len(self._settled) > _KEPT_ANSWERS:
-            old = self._settled.popleft()
+        while len(self._settled) > _KEPT_ANSWERS:
+            old = next(iter(self._settled))
+            if any(n < old for rank, n in self._counts.items() if rank not in self._ended):
+                break  # this rank has yet to come to it, and must not open it again
+            del self._settled[old]
             for key in ("go", "share", "settled"):
                 self._board.forget(f"{key}/{old}")
 
     def _fail(self, report: _Report, error: BaseException) -> None:
         if isinstance(error, FencedError):
             self._fenced = error
-        if report.held is not None:
-            self._committer.abandon(report.held, error)
-        self._settle(report)
-        for key in ("go", "share", "settled"):
-            self._board.post(f"{key}/{report.number}", error=error)
+        try:
+            if report.held is not None:
+                self._committer.abandon(report.held, error)
+        finally:
+            self._settle(report)
+            for key in ("go", "share", "settled"):
+                self._board.post(f"{key}/{report.number}", error=error)
 
     def _answer(self, known: int) -> None:
         """Tell ranks that asked what the newest checkpoint is, once that is certain."""

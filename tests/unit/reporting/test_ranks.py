@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import milepost as mp
+from milepost.reporting import coordinator
 
 from .conftest import report_on_ranks
 
@@ -259,6 +260,30 @@ def test_ranks_share_the_work_on_a_folder_in_the_run(tmp_path, folder):
     ]
     assert found.verify("full").is_good
     assert (run / "place-1/a").exists()
+
+
+def test_a_report_that_has_failed_is_not_opened_again(tmp_path, folder, monkeypatch):
+    """However late a rank comes to it, and however many were settled since."""
+    monkeypatch.setattr(coordinator, "_KEPT_ANSWERS", 4)
+    arrived = threading.Event()
+
+    def hasty(reports):
+        for _ in range(12):
+            with pytest.raises(mp.UsageError):
+                reports.report({"loss": object()})
+        reports.test_board.flush(20)
+        arrived.set()
+        return reports.report({}, folder(b="1")).name
+
+    def late(reports):
+        arrived.wait(20)
+        for _ in range(12):
+            with pytest.raises(mp.CheckpointError, match="ank 1"):
+                reports.report({}, folder(a="1"))
+        return reports.report({}, folder(a="1")).name
+
+    assert report_on_ranks(tmp_path / "run", late, hasty) == ["report-13"] * 2
+    assert names(tmp_path / "run") == ["report-13"]
 
 
 def test_a_run_that_cannot_be_opened_is_opened_by_no_rank(tmp_path, folder):
