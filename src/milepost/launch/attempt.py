@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..liveness import Commit, read_batch, read_commit
 from .beats import Beats
-from .engine import Asked, Ended, Events, Group, Told
+from .engine import Asked, Ended, Events, Group
 from .failures import (
     PREEMPTED_CODES,
     WorkerFailure,
@@ -105,14 +105,11 @@ def run_attempt(
     """
     started_s = time.monotonic()
     try:
-        watch = _Watch(group, folder, limits)
+        watch = _Watch(group, number, folder, limits)
         while group.running:
             watch.step(events)
     finally:
-        try:
-            group.close()
-        finally:
-            _drop_stale(events)
+        group.close()
     commits = [read_commit(folder / f"rank-{rank}.commit") for rank in range(num_workers)]
     batches = [read_batch(folder / f"rank-{rank}.beat") for rank in range(num_workers)]
     known = [one for one in commits if one is not None]
@@ -144,6 +141,7 @@ class _Watch:
     def __init__(
         self,
         group: Group,
+        number: int,
         folder: Path,
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
@@ -151,6 +149,7 @@ class _Watch:
         self.ending = Ending.DONE
         self.signal_number: int | None = None
         self._group = group
+        self._number = number
         self._folder = folder
         self._limits = limits
         self._clock = clock
@@ -179,13 +178,14 @@ class _Watch:
         except queue.Empty:
             self._on_time()
             return
-        if isinstance(event, Ended):
-            self._on_end(event)
-        elif isinstance(event, Told):
-            if event.rank in self._group.running:
-                self._begin_after(event.rank, event.code)
-        else:
+        if isinstance(event, Asked):
             self._on_signal(event.number)
+        elif event.attempt != self._number:
+            return  # told late, of workers that are gone
+        elif isinstance(event, Ended):
+            self._on_end(event)
+        elif event.rank in self._group.running:
+            self._begin_after(event.rank, event.code)
 
     def failures(self) -> list[WorkerFailure]:
         """Return what went wrong in each worker, the cause first."""
@@ -282,17 +282,3 @@ class _Watch:
             message=message,
             traceback=log_tail(self._folder / f"rank-{rank}.log", num_lines=_STACK_LINES),
         )
-
-
-def _drop_stale(events: Events) -> None:
-    """Leave only the launcher's signals: the rest is of workers that are gone."""
-    signals = []
-    while True:
-        try:
-            event = events.get_nowait()
-        except queue.Empty:
-            break
-        if isinstance(event, Asked):
-            signals.append(event)
-    for one in signals:
-        events.put(one)

@@ -27,11 +27,13 @@ class Ended:
     """A worker's process has ended.
 
     Attributes:
+        attempt: Number of the attempt that it belonged to.
         rank: Its rank.
         code: Its exit code; negative for a signal, ``None`` if nobody saw it end.
         why: What is known if nobody saw it end.
     """
 
+    attempt: int
     rank: int
     code: int | None
     why: str = ""
@@ -41,6 +43,7 @@ class Ended:
 class Told:
     """A worker's code has failed, or left with ``code``; its process may still be there."""
 
+    attempt: int
     rank: int
     code: int
 
@@ -146,5 +149,6 @@ class Engine(Protocol):
 
         Args:
             plan: What to start, within what was reserved.
-            events: Where :class:`Ended` and :class:`Told` are put.
+            events: Where :class:`Ended` and :class:`Told` are put. Those of an earlier attempt, of
+                which a machine may tell late, count for nothing.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from types import TracebackType
 
 from ..processes.keeping import Keeper
@@ -79,7 +78,7 @@ class LocalEngine:
             meeting.close()
 
         return Workers(
-            [sys.executable, "-u", "-m", "milepost.launch.worker", *plan.arguments],
+            plan,
             {
                 spot.rank: environment_of(
                     spot,

@@ -21,7 +21,6 @@ import os
 import queue
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -158,7 +157,7 @@ class Node:
             raise storage_error(error, operation="write", path=str(folder)) from error
         self._changes = Changes(folder)
         workers = Workers(
-            [sys.executable, "-u", "-m", "milepost.launch.worker", *plan.arguments],
+            plan,
             {
                 spot.rank: environment_of(
                     spot,

@@ -24,7 +24,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ..errors import CheckpointError, DeadlineError, NodeLostError, UsageError
+from ..errors import CheckpointError, DeadlineError, NodeLostError, StorageError, UsageError
 from .engine import Events, Plan
 from .environment import LOOPBACK
 from .node import Node
@@ -310,13 +310,26 @@ class RayLink:
             except problems.RayTaskError as error:
                 if isinstance(error.cause, CheckpointError):
                     raise error.cause from error
-                raise
+                if isinstance(error.cause, OSError):
+                    raise self._failed(method, error.cause) from error
+                raise self._lost(f"its supervisor failed ({method}): {error.cause!r}") from error
             except problems.ActorUnavailableError as error:
                 if method == "start" or time.monotonic() + _AGAIN_S > deadline_s:
                     raise self._lost("the connection to it is broken") from error
                 time.sleep(_AGAIN_S)
             except problems.RayError as error:
                 raise self._lost("its supervisor has ended") from error
+            except Exception as error:
+                raise self._lost(f"Ray cannot ask it ({method}): {error!r}") from error
+
+    def _failed(self, method: str, cause: OSError) -> StorageError:
+        return StorageError(
+            f"The supervisor on the machine {self.name} failed ({method}): {cause}.",
+            safe="Acknowledged checkpoints are whole.",
+            hint="Look at its disks, its folder for temporary files and its limits.",
+            node=self.name,
+            errno=cause.errno,
+        )
 
     def _lost(self, why: str) -> NodeLostError:
         return NodeLostError(

@@ -20,7 +20,7 @@ from ..reporting.current import REPORTS, environment_of_reports
 from ..validation.config import ValidationConfig
 from .attempt import AttemptResult, Limits, run_attempt
 from .config import RunConfig, ScalingConfig
-from .engine import Engine, Event, Group, Plan
+from .engine import Asked, Engine, Event, Group, Plan
 from .entry import Entry, function_entry, script_entry
 from .environment import check_outside
 from .failures import WorkerFailure, signature_of
@@ -244,11 +244,14 @@ class _Launch:
         return is_further
 
     def _pause(self, decision: Restart, attempt: AttemptResult) -> None:
-        try:
-            self._events.get(timeout=decision.delay_s)
-        except queue.Empty:
-            return
-        self._leave(attempt)  # nothing but a signal comes while no worker runs
+        due_s = time.monotonic() + decision.delay_s
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, due_s - time.monotonic()))
+            except queue.Empty:
+                return
+            if isinstance(event, Asked):
+                self._leave(attempt)  # the rest is told late, of workers that are gone
 
     def _leave(self, attempt: AttemptResult) -> None:
         assert self._signals.received is not None

@@ -5,7 +5,8 @@ each of them brings what the workers wrote down into the folder of the attempt h
 happened to them into the queue of events, in this order.
 
 A machine that is lost has lost its workers: an :class:`~.engine.Ended` without a code is put for
-each. Nothing of the training is here, so nothing of it is lost with this process.
+each. So it is for one that fails to tell of them. Nothing of the training is here, so nothing of it
+is lost with this process.
 """
 
 from __future__ import annotations
@@ -141,15 +142,16 @@ class RemoteGroup:
         if stuck:
             raise stuck[0]
 
-    def _ask_all(self, method: str, *arguments: Any, timeout_s: float) -> list[CheckpointError]:
+    def _ask_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Exception]:
         """Ask every machine that is there, at once; return what went wrong."""
 
-        def ask(link: Link) -> CheckpointError | None:
+        def ask(link: Link) -> Exception | None:
             try:
                 link.ask(method, *arguments, timeout_s=timeout_s)
             except NodeLostError:
                 return None  # told by the thread that listens to it
-            except CheckpointError as error:
+            except Exception as error:  # noqa: BLE001 - the other machines are asked all the same
+                _log.warning("The machine %s failed (%s): %s", link.name, method, error)
                 return error
             return None
 
@@ -169,16 +171,28 @@ class RemoteGroup:
         thread.start()
 
     def _listen(self, link: Link, ranks: set[int]) -> None:
+        """Pass on what comes from a machine, and if that fails the end of those who run there.
+
+        Whatever the error is: an end that nobody tells of would be waited for for ever.
+        """
+        try:
+            self._pass_on(link, ranks)
+        except BaseException as error:
+            if isinstance(error, NodeLostError):
+                self._lost.add(link.name)
+            else:
+                # It is there, and is asked to close like the others.
+                _log.warning("Nothing is heard of the workers on %s", link.name, exc_info=error)
+            for rank in sorted(ranks):
+                self._events.put(Ended(self._plan.number, rank, None, _why(link.name, error)))
+            if not isinstance(error, Exception):
+                raise
+
+    def _pass_on(self, link: Link, ranks: set[int]) -> None:
         """Pass on what comes from a machine until nothing more will come."""
         mirror = _Mirror(self._plan.attempt_folder, self._shown)
         for number in count():
-            try:
-                news: News = link.ask("listen", number, _LISTEN_S, timeout_s=self._silent_s)
-            except CheckpointError as error:
-                self._lost.add(link.name)
-                for rank in sorted(ranks):
-                    self._events.put(Ended(rank, None, error.what))
-                return
+            news: News = link.ask("listen", number, _LISTEN_S, timeout_s=self._silent_s)
             mirror.write(news)
             for event in news.events:
                 if isinstance(event, Ended):
@@ -291,6 +305,13 @@ def spots_of(counts: Sequence[int]) -> list[list[Spot]]:
 def _interface(links: Sequence[Link]) -> str:
     """Return where rank 0 listens: on one machine nobody else should reach it."""
     return "" if len(links) > 1 else links[0].address
+
+
+def _why(name: str, error: BaseException) -> str:
+    if isinstance(error, NodeLostError):
+        return error.what
+    told = error.what if isinstance(error, CheckpointError) else repr(error)
+    return f"The workers on the machine {name} cannot be followed: {told}"
 
 
 def _apart(name: str, place: str, error: CheckpointError) -> StorageError:

@@ -18,14 +18,15 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import DeadlineError, storage_error
 from ..processes.keeper import MARK, kill_marked
 from ..processes.keeping import Keeper
-from .engine import Ended, Events, Told
+from .engine import Ended, Events, Plan, Told
 from .output import Output
 
 __all__ = ["Workers"]
@@ -38,7 +39,7 @@ class Workers:
     """The workers of one attempt on this machine.
 
     Args:
-        command: What each runs.
+        plan: The attempt.
         environments: The environment of each, by rank.
         folder: Where logs go: ``rank-0.log`` and so on.
         events: Where ``Ended`` and ``Told`` are put.
@@ -50,7 +51,7 @@ class Workers:
 
     def __init__(
         self,
-        command: Sequence[str],
+        plan: Plan,
         environments: Mapping[int, Mapping[str, str]],
         *,
         folder: Path,
@@ -60,8 +61,9 @@ class Workers:
         shown_rank: int | None = 0,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        self._command = list(command)
+        self._command = [sys.executable, "-u", "-m", "milepost.launch.worker", *plan.arguments]
         self._environments = environments
+        self._attempt = plan.number
         self._folder = folder
         self._events = events
         self._keeper = keeper
@@ -199,7 +201,7 @@ class Workers:
             code = found.si_status
         else:
             code = -found.si_status
-        self._events.put(Ended(rank, code))
+        self._events.put(Ended(self._attempt, rank, code))
 
     def _hear(self) -> None:
         pending = b""
@@ -210,4 +212,4 @@ class Workers:
                 if line == b"end":
                     return
                 rank, code = line.split()
-                self._events.put(Told(int(rank), int(code)))
+                self._events.put(Told(self._attempt, int(rank), int(code)))

@@ -16,6 +16,7 @@ import pytest
 
 from milepost.errors import LaunchFailedError, NodeLostError, StorageError
 from milepost.launch import Ending, FailureConfig, RunConfig, ScalingConfig, launch
+from milepost.launch.engine import Ended, Told
 from milepost.launch.node import Changes, Node
 from milepost.launch.remote import RemoteGroup, check_machines
 
@@ -198,6 +199,71 @@ def test_lost_machine_is_the_cause_and_takes_its_ranks_with_it(jobs, capfd):
     assert [one.rank for one in lost] == [1, 2]
     assert result.attempts[0].cause == lost[0]
     assert "cause:      rank 1: The machine m1 is lost" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("odd")])
+def test_machine_that_fails_to_tell_of_its_workers_ends_the_attempt(jobs, error, caplog):
+    """Whatever the error is: nobody else tells of their end. The workers there are ended too."""
+    engine = Machines(1, 1)
+    groups = engine.group
+
+    def group(plan, events):
+        made = groups(plan, events)
+        if plan.number == 1:
+            machine = engine.attempts[0][1]
+            ask = machine.ask
+
+            def fail(method, *arguments, **options):
+                if method in ("listen", "signal"):
+                    jobs.wait_until((jobs.folder / "up-1").exists)
+                    raise error
+                return ask(method, *arguments, **options)
+
+            machine.ask = fail
+        return made
+
+    engine.group = group
+    result = run(
+        jobs,
+        """
+        note(f"up-{rank}", os.getpid()) if attempt == 1 else None
+        time.sleep(600 if attempt == 1 else 0)
+        """,
+        engine,
+        max_failures=1,
+    )
+    assert [one.ending for one in result.attempts] == [Ending.FAILED, Ending.DONE]
+    cause = result.attempts[0].cause
+    assert cause.rank == 1
+    assert f"The workers on the machine m1 cannot be followed: {error!r}" in cause.text
+    assert "Nothing is heard of the workers on m1" in caplog.text
+    assert "The machine m1 failed (signal)" in caplog.text
+    jobs.check_gone(*jobs.pids("up-1"))
+
+
+def test_what_is_told_late_of_an_attempt_does_not_touch_the_next(jobs, monkeypatch):
+    """Neither the wait before it, nor the workers of the same rank in it."""
+    engine = Machines(1, 1)
+    groups = engine.group
+    queues = []
+
+    def tell_late(text):
+        del text
+        if len(engine.attempts) == 1:
+            queues[0].put(Ended(1, 0, None, "late"))
+            queues[0].put(Told(1, 0, 1))
+
+    def group(plan, events):
+        queues.append(events)
+        if plan.number == 2:
+            events.put(Told(1, 1, 1))
+            events.put(Ended(1, 0, None, "later"))
+        return groups(plan, events)
+
+    engine.group = group
+    monkeypatch.setattr("milepost.launch.recovery.say", tell_late)
+    result = run(jobs, "sys.exit(3 * (attempt == 1))", engine, max_failures=1)
+    assert [one.ending for one in result.attempts] == [Ending.FAILED, Ending.DONE]
 
 
 def test_answer_that_got_lost_is_sent_again(jobs):
