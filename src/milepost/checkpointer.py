@@ -227,6 +227,8 @@ class Checkpointer:
             return self
         self._writer.team = join_team() if team is None else team
         self._stopping = StopTogether(self._writer.team)
+        with self._writer.telling():
+            self._require_one_clock()
         self._writer.meet(self._tracked.meet)
         with self._writer.telling():
             self._watch()
@@ -672,6 +674,15 @@ class Checkpointer:
         after = {**counters, "epoch": counters["epoch"] + 1, "batch_in_epoch": 0}
         is_last = after["epoch"] >= self._total_epochs
         return is_last or self._schedule.epoch_would_be_due(after)
+
+    def _require_one_clock(self) -> None:
+        """Refuse intervals of time on several ranks: each would follow its own clock."""
+        if self._writer.team.world_size > 1 and self._schedule.follows_clock:
+            raise UsageError(
+                "Each of several ranks has a clock of its own: a save that is due by time would be "
+                "due after another batch on each.",
+                hint="Give every= in batches, samples or epochs; the Trainer takes times too.",
+            )
 
     def _deadline_s(self) -> float | None:
         """Return how long a save may take now, in seconds; ``None`` for as long as it takes."""

@@ -37,7 +37,7 @@ def encode_single(value: Any, *, compression: str) -> list[memoryview]:
 
     Args:
         value: What the file shall hold.
-        compression: A key of ``SUFFIXES``.
+        compression: A key of ``visible.SUFFIXES``.
 
     Returns:
         The bytes in page-aligned blocks of ``digest.BLOCK_BYTES``, the last one shorter.

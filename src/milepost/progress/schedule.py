@@ -103,6 +103,11 @@ class Schedule:
         units = (TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
         return any(isinstance(i, Time) and i.unit in units for i in self.intervals)
 
+    @property
+    def follows_clock(self) -> bool:
+        """Return whether any interval is one of time."""
+        return any(isinstance(i, Time) and i.unit is TimeUnit.SECOND for i in self.intervals)
+
     def start(self, counters: Counters) -> None:
         """Begin from these counters, at the start of a run or after a resume."""
         self._last = dict(counters)

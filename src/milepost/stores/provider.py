@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Protocol
 
 from ..errors import ExistsError, UsageError
 from ..format.digest import BLOCK_BYTES
+from . import posix
 from .base import Entry, Store
 from .uploading import Uploading
 
@@ -188,7 +189,10 @@ class ObjectStoreProvider:
                         progress(len(piece))
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(target)
+            if overwrite_existing or not posix.rename_new(str(part), str(target)):
+                part.replace(target)
+        except FileExistsError as error:
+            raise ExistsError(f"{target} is there already.", path=str(target)) from error
         finally:
             part.unlink(missing_ok=True)
 
