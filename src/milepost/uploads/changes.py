@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +113,10 @@ class Changes:
         """Forget what was uploaded of the files in a folder."""
         for one in [one for one in self._sent if one.startswith(f"{key}/")]:
             del self._sent[one]
+
+    def keep(self, keys: Collection[str]) -> None:
+        """Forget what was uploaded of files that are not there any more."""
+        self._sent = {key: sent for key, sent in self._sent.items() if key in keys}
 
     def close(self) -> None:
         """Remove the folder of the copies."""

@@ -83,7 +83,7 @@ class Mirror:
         self._whole: dict[str, Mark] = {}
         self._pointers: dict[str, str] = {}
         self._refused: set[str] = set()
-        self._keys: dict[_Bytes, str] = {}
+        self._keys: dict[_Bytes, tuple[str, str]] = {}  # the checkpoint, and the object
         self._copied: dict[str, _Bytes] = {}
 
     def run(
@@ -102,6 +102,7 @@ class Mirror:
             return []
         self._changes.begin(self._root)
         found = scan(self._root, self._is_wanted)
+        self._forget_deleted(found)
         self._check_runs(found)
         errors: list[Exception] = []
 
@@ -123,6 +124,15 @@ class Mirror:
         if not errors:
             self._point(found)
         return errors
+
+    def _forget_deleted(self, found: Scan) -> None:
+        """Remember no more than there is."""
+        names = {one.key for one in found.checkpoints}
+        self._whole = {key: mark for key, mark in self._whole.items() if key in names}
+        self._keys = {b: one for b, one in self._keys.items() if one[0] in names}
+        files = {file.key for kind in (found.records, found.files) for file in kind}
+        self._copied = {key: what for key, what in self._copied.items() if key in files}
+        self._changes.keep(files)
 
     def _check_runs(self, found: Scan) -> None:
         """Refuse to mix two runs.
@@ -180,7 +190,7 @@ class Mirror:
                 self._destination.store.put(f"{key}/{MANIFEST}", manifest)
             self._whole[checkpoint.key] = checkpoint.mark
             for file in files:
-                self._keys.setdefault(_bytes_of(file), self._prefix + file.key)
+                self._keys[_bytes_of(file)] = checkpoint.key, self._prefix + file.key
         return []
 
     def _begin(self, checkpoint: FoundCheckpoint, key: str) -> dict[str, int]:
@@ -197,7 +207,7 @@ class Mirror:
         for old in sorted(there, key=lambda one: one == f"{key}/{ATTEMPT}"):
             store.delete(old)
         self._changes.forget(checkpoint.key)
-        self._keys = {b: k for b, k in self._keys.items() if not k.startswith(f"{key}/")}
+        self._keys = {b: one for b, one in self._keys.items() if one[0] != checkpoint.key}
         if mine is None:
             return {}
         store.put(f"{key}/{ATTEMPT}", mine)
@@ -217,10 +227,10 @@ class Mirror:
 
     def _copy(self, file: FoundFile) -> bool:
         """Have the store copy what is there already under another key; return whether it did."""
-        key, source = self._prefix + file.key, self._keys.get(_bytes_of(file))
-        if source in (None, key) or not self._destination.can_copy:
+        key = self._prefix + file.key
+        _, source = self._keys.get(_bytes_of(file), ("", key))
+        if source == key or not self._destination.can_copy:
             return False
-        assert source is not None
         store = self._destination.store
         try:
             store.delete(key)

@@ -256,6 +256,14 @@ def test_unchanged_files_are_copied_by_the_store(tmp_path: Path, lanes_of) -> No
     assert len([op for op in frozen if op.startswith("put ")]) == 1
     assert len([op for op in frozen if op.startswith("link")]) == 1
     assert check_whole(store) == ["a", "b"]
+    shutil.rmtree(run / "a")
+    shutil.rmtree(run / "b")
+    save(run, ["c"], value=1)
+    one = mirror(run, store)
+    assert one.run(lanes_of(store)) == []
+    shutil.rmtree(run / "c")
+    assert one.run(lanes_of(store)) == []
+    assert (one._whole, one._keys) == ({}, {})  # no more is remembered than there is
 
 
 def test_single_files_have_their_visible_names_there_too(tmp_path: Path, lanes_of) -> None:
