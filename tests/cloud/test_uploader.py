@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +30,7 @@ from milepost.testing.ranks import run_ranks
 from milepost.train import RunDirectoryUploader
 from milepost.uploads.destination import Destination
 from milepost.uploads.lanes import Lanes
+from milepost.uploads.process import UploadProcess
 
 from .conftest import KEY, SECRET
 from .proxy import Answer, Forward, HangUp, Proxy, Request, error, first, is_put, proxy_before
@@ -280,9 +282,11 @@ def test_h34_an_early_end_waits_for_the_uploads(how: str, s3_endpoint: str, tmp_
             raise ZeroDivisionError
         if how == "exit":
             raise SystemExit(3)
-        for pid in (*_children(os.getpid()), os.getpid()):
-            if pid == os.getpid() or "milepost.uploads" in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, signal.SIGTERM)
+        for pid in _children(os.getpid()):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if "milepost.uploads" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     ends = {"error": ZeroDivisionError, "exit": SystemExit, "signal": mp.Preempted}
     prefix = f"early-{how}-{time.time_ns()}"
@@ -354,6 +358,13 @@ def test_a_process_that_dies_is_replaced(s3_endpoint: str, tmp_path: Path) -> No
     lanes = Lanes(destination, num_lanes=1, use_procs=True)
     key = f"process-{time.time_ns()}"
     try:
+        starting = UploadProcess(destination)
+        for number in (signal.SIGTERM, signal.SIGINT):  # to the whole group, as a scheduler does
+            starting._process.send_signal(number)
+        starting.send(key, str(path), progress=lambda _: None)
+        starting._process.send_signal(signal.SIGTERM)
+        starting.send(key, str(path), progress=lambda _: None)
+        starting.close()
         assert lanes.run([lambda: lanes.send(key, str(path))]) == []
         (process,) = lanes._all
         process.kill()

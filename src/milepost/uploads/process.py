@@ -31,7 +31,7 @@ __all__ = ["UploadProcess", "main"]
 _SILENCE_S = 600.0
 """How long no piece may get on its way: longer than a store tries one again."""
 _END_S = 10.0
-_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PACKAGES = str(Path(__file__).parents[2])
 
 
@@ -46,12 +46,17 @@ class UploadProcess:
     def __init__(self, destination: Destination) -> None:
         recipe = destination.recipe()
         path = os.pathsep.join(filter(None, (_PACKAGES, os.environ.get("PYTHONPATH"))))
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [sys.executable, "-m", __name__, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        # Blocked until it ignores them: a signal to the whole group may come while it starts.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-m", __name__, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._unread = b""
         self._say(recipe)
 
@@ -131,8 +136,9 @@ class UploadProcess:
 def main() -> None:
     """Upload what the parent asks for."""
     # Whoever ends the whole group of processes ends the parent, which lets uploads finish.
-    for name in _IGNORED:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     end_with_parent(int(sys.argv[1]))
     # Answers have the output to themselves: what a library prints goes to the errors.
     answers = os.dup(1)
