@@ -26,6 +26,7 @@ class Board(Protocol):
         """Send the leader a message. Never waits, and keeps the order of this rank's messages.
 
         Raises:
+            UnsupportedStateError: It holds something that cannot be sent. It was not sent then.
             RankFailedError: The leader could not be reached with an earlier one.
         """
 

@@ -289,7 +289,7 @@ class ServerBoard:
         self.world_size = world_size
         self._server = server
         self._name = name
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._num_waiting = 0
         self._num_sent = 0
@@ -302,11 +302,13 @@ class ServerBoard:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send the leader a message; see ``Board``."""
+        # Here, so that the error of what cannot be sent is its own sender's, and nobody else's.
+        text = json.dumps(tree.encode([message]), allow_nan=False)[1:-1]
         with self._changed:
             if self._error is not None:
                 raise self._error
             self._num_waiting += 1
-        self._queue.put(message)
+        self._queue.put(text)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything has arrived; see ``Board``."""
@@ -328,7 +330,7 @@ class ServerBoard:
         while True:
             left_s = deadline_s - time.monotonic()
             messages = self._await_bell(min(max(left_s, 0.001), _BELL_S))
-            if messages or left_s <= _BELL_S:
+            if messages or time.monotonic() >= deadline_s:
                 return messages
 
     def _await_bell(self, timeout_s: float) -> list[dict[str, Any]]:
@@ -337,15 +339,16 @@ class ServerBoard:
         try:
             rank = int(self._server.get(bell, timeout_s))
         except DeadlineError:
-            return self._look_behind_gap(bell) if timeout_s >= _BELL_S else []
+            return self._look_behind_gap(bell)
         self._num_bells += 1
         self._server.forget(bell)
         return self._take(rank)
 
     def _look_behind_gap(self, bell: str) -> list[dict[str, Any]]:
         """Return what was stored without a bell, and go on after a bell that was never rung."""
-        found = [message for rank in range(self.world_size) for message in self._take(rank)]
+        # Before looking: what a bell announces is stored before the bell gets its number.
         has_gap = self._server.next_number(f"{self._name}/bells", by=0) > self._num_bells
+        found = [message for rank in range(self.world_size) for message in self._take(rank)]
         if has_gap and not self._server.has([bell]):
             self._num_bells += 1
         return found
@@ -393,6 +396,20 @@ class ServerBoard:
                         f"{task} did not come within {timeout_s:g} s.", task=task
                     ) from error
 
+    def _sending_ended(self, error: BaseException) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
+        if isinstance(error, RuntimeError):
+            return _leader_gone(error)
+        ended = RankFailedError(
+            f"Rank {self.rank} can send no more messages: {type(error).__name__}: {error}",
+            safe="Earlier checkpoints are intact; whether this one was committed shows in the run.",
+            hint=f"Look at the log of rank {self.rank}, and start all ranks again.",
+            rank=self.rank,
+        )
+        ended.__cause__ = error
+        return ended
+
     def _send_all(self) -> None:
         while True:
             batch = [self._queue.get()]
@@ -402,13 +419,13 @@ class ServerBoard:
             try:
                 if messages:
                     self._num_sent += 1
-                    data = json.dumps(tree.encode(messages), allow_nan=False).encode()
+                    data = f"[{','.join(messages)}]".encode()
                     self._server.put(f"{self._name}/from/{self.rank}/{self._num_sent}", data)
                     number = self._server.next_number(f"{self._name}/bells")
                     self._server.set(f"{self._name}/bell/{number}", str(self.rank).encode())
-            except (CheckpointError, RuntimeError) as error:
+            except BaseException as error:  # noqa: BLE001 - raised by whoever sends or flushes next
                 with self._changed:
-                    self._error = _leader_gone(error)
+                    self._error = self._sending_ended(error)
                     self._changed.notify_all()
                 return
             with self._changed:

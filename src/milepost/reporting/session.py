@@ -244,12 +244,12 @@ class Reports:
                         delete=mode is CheckpointUploadMode.ASYNC if delete is None else delete,
                     )
                     offer = {**work.offer, "name": checkpoint_dir_name, "validation": asked}
+                self._tell(number, metrics=plain, offer=offer)
             except BaseException as error:
                 self._tell(number, metrics=plain, error=error)
                 if earlier is None or error is earlier:
                     raise
                 raise error from earlier
-            self._tell(number, metrics=plain, offer=offer)
         beat()
         if work is None:
             return None

@@ -81,6 +81,59 @@ def test_answers_wait_for_the_reader_and_the_reader_for_them(kind: str) -> None:
     reader.close()
 
 
+def test_what_cannot_be_sent_is_the_error_of_who_sends_it() -> None:
+    """And not of the messages around it, or of the rank from then on."""
+    leader, other = boards(2)
+    other.send({"rank": 1, "n": 1})
+    with pytest.raises(mp.UnsupportedStateError):
+        other.send({"rank": 1, "n": object()})
+    later = {"rank": 1, "n": [2]}
+    other.send(later)
+    later["n"].append(3)  # type: ignore[attr-defined]
+    other.flush(20)
+    assert taken(leader, 2) == [{"rank": 1, "n": 1}, {"rank": 1, "n": [2]}]
+    leader.close()
+    other.close()
+
+
+def test_the_error_that_ended_the_sending_is_the_one_that_is_raised(monkeypatch) -> None:
+    """Whatever it was: nobody may wait for the deadline, or look for a leader that is well."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for error, kind, words in (
+        (MemoryError("no memory"), mp.RankFailedError, "MemoryError: no memory"),
+        (mp.DeadlineError("It is slow."), mp.DeadlineError, r"^It is slow\.$"),
+    ):
+        board = ServerBoard(Server("127.0.0.1", store.port, store), 1, 2, "b")
+
+        def put(key: str, message: bytes, error: BaseException = error) -> None:
+            del key, message
+            raise error
+
+        monkeypatch.setattr(board._server, "put", put)
+        board.send({"rank": 1})
+        with pytest.raises(kind, match=words):
+            board.flush(20)
+        with pytest.raises(kind, match=words):
+            board.send({"rank": 1})
+        board.close()
+
+
+def test_a_message_without_a_bell_is_there_at_the_deadline_of_the_leader() -> None:
+    """It decides then who is late: a rank that has spoken must not be named."""
+    leader, second, third = boards(3)
+    second._server.next_number("b/bells")  # and died
+    third.send({"rank": 2, "n": 1})
+    third.flush(20)
+    assert leader.receive(0.2) == [{"rank": 2, "n": 1}]
+    second._server.put("b/from/1/1", b'[{"rank":1,"n":1}]')  # and died
+    found: list[dict] = []
+    while not found:  # the bell of what was taken already may come first
+        found = leader.receive(0.2)
+    assert found == [{"rank": 1, "n": 1}]
+    for one in (leader, second, third):
+        one.close()
+
+
 def test_a_rank_that_dies_while_it_sends_hides_no_message(monkeypatch) -> None:
     """It may leave a bell that is never rung, or messages without a bell."""
     monkeypatch.setattr(server, "_BELL_S", 0.05)

@@ -262,6 +262,19 @@ def test_ranks_share_the_work_on_a_folder_in_the_run(tmp_path, folder):
     assert (run / "place-1/a").exists()
 
 
+def test_a_report_that_cannot_be_sent_fails_on_all_ranks(tmp_path, folder):
+    """The others would wait for the deadline; and the rank itself goes on after it."""
+
+    def body(reports):
+        rank = reports.test_board.rank
+        name = object() if rank else "mine"
+        with pytest.raises(mp.CheckpointError, match="which cannot be stored"):
+            reports.report({}, folder(**{f"a{rank}": "1"}), checkpoint_dir_name=name)
+        return reports.report({}, folder(**{f"a{rank}": "1"})).name
+
+    assert report_on_ranks(tmp_path / "run", body, body) == ["report-2"] * 2
+
+
 def test_a_report_that_has_failed_is_not_opened_again(tmp_path, folder, monkeypatch):
     """However late a rank comes to it, and however many were settled since."""
     monkeypatch.setattr(coordinator, "_KEPT_ANSWERS", 4)
