@@ -39,6 +39,7 @@ from ..errors import (
 from ..format.digest import BLOCK_BYTES
 from ..format.layout import check_key
 from .base import Entry, Names, Traits
+from .ranges import RangeReader
 from .refusals import typed_error
 from .uploading import FeedWriter
 
@@ -226,9 +227,9 @@ class CloudStore:
         self._refuse_existing(key)
         return FeedWriter(self, key, size_bytes, timeout_s=self._wait_s)
 
-    def open_reader(self, key: str) -> CloudReader:
+    def open_reader(self, key: str) -> RangeReader:
         """Open a key for reading."""
-        return CloudReader(self, key, self.head(key).size_bytes)
+        return RangeReader(self, key, self.head(key).size_bytes)
 
     def sync_folder(self, folder: str) -> None:
         """Do nothing: what was answered is durable."""
@@ -319,38 +320,6 @@ class CloudStore:
             raise typed_error(
                 str(error), type(error).__name__, operation=operation, name=self._name(key), key=key
             ) from None
-
-
-@final
-class CloudReader:
-    """Reads ranges of one object. See ``base.Reader``."""
-
-    def __init__(self, store: CloudStore, key: str, size_bytes: int) -> None:
-        self._store = store
-        self._key = key
-        self.size_bytes = size_bytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset`` on."""
-        length = buffer.nbytes
-        if not length:
-            return
-        missing = offset + length - self.size_bytes
-        part = memoryview(b"")
-        if missing <= 0:
-            part = self._store.read_range(self._key, offset, length)
-            missing = length - part.nbytes
-        if missing:
-            raise DamagedError(
-                f"{self._key} ends {missing:,} bytes too early.",
-                path=self._key,
-                expected=offset + length,
-                found=offset + length - missing,
-            )
-        buffer.cast("B")[:] = part
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _entry(meta: Mapping[str, Any]) -> Entry:

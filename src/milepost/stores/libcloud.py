@@ -39,6 +39,7 @@ from ..errors import (
 )
 from ..format.layout import check_key
 from .base import Entry, Names, Traits
+from .ranges import RangeReader
 from .uploading import FeedWriter
 
 __all__ = ["LibcloudStore", "make_driver"]
@@ -210,9 +211,9 @@ class LibcloudStore:
         self._refuse_existing(key)
         return FeedWriter(self, key, size_bytes, timeout_s=_WAIT_S)
 
-    def open_reader(self, key: str) -> LibcloudReader:
+    def open_reader(self, key: str) -> RangeReader:
         """Open a key for reading."""
-        return LibcloudReader(self, key, self.head(key).size_bytes)
+        return RangeReader(self, key, self.head(key).size_bytes)
 
     def sync_folder(self, folder: str) -> None:
         """Do nothing: what was answered is durable."""
@@ -310,34 +311,6 @@ class LibcloudStore:
             kind = AccessError if status in (401, 403) else StorageError
             said = f"status {status}" if status else type(error).__name__
             raise kind(f"Could not {operation} {name}: {said}.", **facts, status=status) from None
-
-
-@final
-class LibcloudReader:
-    """Reads ranges of one object. See ``base.Reader``."""
-
-    def __init__(self, store: LibcloudStore, key: str, size_bytes: int) -> None:
-        self._store = store
-        self._key = key
-        self.size_bytes = size_bytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset`` on."""
-        length = buffer.nbytes
-        part = memoryview(b"")
-        if length and offset + length <= self.size_bytes:
-            part = self._store.read_range(self._key, offset, length)
-        if part.nbytes != length:
-            raise DamagedError(
-                f"{self._key} ends before byte {offset + length:,}.",
-                path=self._key,
-                expected=offset + length,
-                found=offset + part.nbytes,
-            )
-        buffer.cast("B")[:] = part
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _cut(stream: Any, start: int, length: int) -> memoryview:
