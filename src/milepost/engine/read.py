@@ -1,26 +1,22 @@
 """Reading: blocks come from the store in several threads and are checked before a byte is used.
 
 A tensor is never built from bytes whose checksum was not verified. Only the blocks that hold wanted
-bytes are read; each is read once, into page-aligned memory, and its wanted ranges are copied to
-where they belong. Of a sharded tensor a rank reads the bytes of its own piece, however the tensor
-was cut when it was saved.
+bytes are read, and each is read once. Of a sharded tensor a rank reads the bytes of its own piece,
+however the tensor was cut when it was saved.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DamagedError, FormatError, MissingError
+from ..errors import FormatError, MissingError
 from ..format import canonical
-from ..format.digest import BLOCK_BYTES, crc32c
+from ..format.digest import BLOCK_BYTES
 from ..format.header import StoredTensor, parse_header, parse_header_length
 from ..format.layout import INDEX, rank_index
 from ..format.manifest import FileEntry, Manifest, check_version
@@ -29,24 +25,11 @@ from ..stores.base import Reader, Store
 from ..stores.pages import page_memory
 from ..tensors.boxes import Box
 from ..tensors.flat import Run, pieces_of
+from .blocks import BlockReads, Progress, Range, check_block, check_size, ranges_of
 from .pieces import Cut, Piece, StoredWhole, cuts, read_rows
 from .tables import RankTables
 
 __all__ = ["CheckpointSource", "check_block", "check_size", "read_file"]
-
-NUM_THREADS = 2
-_NAMED = 8
-Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Bytes ``start:stop`` of a file, the tensor they are, and its flat bytes they go to."""
-
-    tensor: str
-    start: int
-    stop: int
-    destination: Tensor
 
 
 class CheckpointSource:
@@ -156,16 +139,13 @@ class CheckpointSource:
         ]
         if asked:
             self._of_ranks().locate(asked)
-        ranges: dict[str, list[_Range]] = defaultdict(list)
-        copies: list[tuple[Tensor, Tensor]] = []
+        ranges: dict[str, list[Range]] = defaultdict(list)
         with torch.no_grad():
             for item, key, box, live in wanted:
                 if not box.is_empty:
                     for cut in self._cuts(item, key, box):
-                        _add_range(ranges, copies, key, cut, box, live)
-            _BlockReads(self._store, self._key, self.manifest, self._progress).run(ranges)
-            for place, target in copies:
-                place.copy_(target)
+                        ranges[cut.file].extend(ranges_of(cut, box, live, tensor=key))
+            BlockReads(self._store, self._key, self.manifest, self._progress).run(ranges)
 
     def _cuts(self, item: str, key: str, box: Box) -> list[Cut]:
         name = f"{self.name}: {item}/{key}"
@@ -269,28 +249,6 @@ class CheckpointSource:
         return parse_header(bytes(header[8 : 8 + length]), size_bytes=entry.size_bytes, where=where)
 
 
-def _add_range(
-    ranges: dict[str, list[_Range]],
-    copies: list[tuple[Tensor, Tensor]],
-    key: str,
-    cut: Cut,
-    box: Box,
-    live: Tensor,
-) -> None:
-    """Plan to read a cut straight into live memory, or beside it where that cannot be."""
-    place = live
-    if cut.shared != box:
-        place = live[cut.shared.slices(within=box)]
-    if cut.is_dense and place.device.type == "cpu" and place.is_contiguous():
-        flat = place.view(-1) if place.dim() else place.view(1)
-        flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
-    else:
-        flat = torch.empty(cut.stop - cut.start, dtype=torch.uint8, device="cpu")
-        read = flat.view(live.dtype).as_strided(cut.shared.sizes, cut.strides)
-        copies.append((place, read))
-    ranges[cut.file].append(_Range(key, cut.start, cut.stop, flat))
-
-
 def read_file(store: Store, key: str, entry: FileEntry) -> bytes:
     """Read a whole file and check it.
 
@@ -334,18 +292,6 @@ def _check_rank_index(
     return index
 
 
-def check_size(reader: Reader, entry: FileEntry, where: str) -> None:
-    """Refuse a file of another size than was written."""
-    if reader.size_bytes != entry.size_bytes:
-        raise DamagedError(
-            f"{where} has {reader.size_bytes:,} bytes; {entry.size_bytes:,} were written.",
-            hint="Load an earlier checkpoint; resume does so by itself.",
-            path=where,
-            expected=entry.size_bytes,
-            found=reader.size_bytes,
-        )
-
-
 def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> bytes:
     start = block * BLOCK_BYTES
     length = min(BLOCK_BYTES, entry.size_bytes - start)
@@ -355,112 +301,3 @@ def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> b
     reader.read_into(start, data)
     check_block(data, entry, block, where)
     return bytes(data)
-
-
-def check_block(
-    data: memoryview, entry: FileEntry, block: int, where: str, tensors: Sequence[str] = ()
-) -> None:
-    """Refuse a block that does not match its checksum, and name what is in it."""
-    found = crc32c(data)
-    if found != entry.crcs[block]:
-        named = ", ".join(tensors[:_NAMED]) + (" and others" if len(tensors) > _NAMED else "")
-        raise DamagedError(
-            f"Block {block} of {where} (bytes {block * BLOCK_BYTES:,} to "
-            f"{block * BLOCK_BYTES + len(data):,}) is damaged"
-            + (f"; it holds {named}." if named else "."),
-            hint="Load an earlier checkpoint; resume does so by itself.",
-            path=where,
-            block=block,
-            tensors=tuple(tensors),
-            expected=f"{entry.crcs[block]:08x}",
-            found=f"{found:08x}",
-        )
-
-
-class _BlockReads:
-    """Reads the blocks of several files in threads."""
-
-    def __init__(
-        self,
-        store: Store,
-        key: Callable[[str], str],
-        manifest: Manifest,
-        progress: Progress | None,
-    ) -> None:
-        self._store = store
-        self._key = key
-        self._manifest = manifest
-        self._progress = progress
-        self._queue: SimpleQueue[tuple[Reader, FileEntry, int, list[_Range]]] = SimpleQueue()
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def run(self, ranges: Mapping[str, list[_Range]]) -> None:
-        readers: list[Reader] = []
-        try:
-            for file, wanted in ranges.items():
-                entry = self._manifest.file(file)
-                reader = self._store.open_reader(self._key(file))
-                readers.append(reader)
-                check_size(reader, entry, self._key(file))
-                for block, parts in _by_block(wanted).items():
-                    self._queue.put((reader, entry, block, parts))
-            helpers = [
-                threading.Thread(target=self._work, name=f"milepost-read-{n}")
-                for n in range(1, min(NUM_THREADS, self._queue.qsize()))
-            ]
-            for helper in helpers:
-                helper.start()
-            self._work()
-            for helper in helpers:
-                helper.join()
-        finally:
-            for reader in readers:
-                reader.close()
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        try:
-            memory = page_memory(BLOCK_BYTES)
-            buffer, view = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
-            with torch.no_grad():
-                while self._error is None:
-                    try:
-                        job = self._queue.get_nowait()
-                    except Empty:
-                        return
-                    self._read(*job, buffer, view)
-        except BaseException as error:  # noqa: BLE001 - handed to run(), which raises it
-            with self._lock:
-                self._error = self._error or error
-
-    def _read(
-        self,
-        reader: Reader,
-        entry: FileEntry,
-        block: int,
-        parts: list[_Range],
-        buffer: Tensor,
-        view: memoryview,
-    ) -> None:
-        start = block * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, entry.size_bytes)
-        reader.read_into(start, view[: stop - start])
-        names = [part.tensor for part in parts]
-        check_block(view[: stop - start], entry, block, self._key(entry.path), names)
-        for part in parts:
-            low, high = max(part.start, start), min(part.stop, stop)
-            part.destination[low - part.start : high - part.start].copy_(
-                buffer[low - start : high - start]
-            )
-        if self._progress is not None:
-            self._progress(stop - start)
-
-
-def _by_block(wanted: Iterable[_Range]) -> dict[int, list[_Range]]:
-    blocks: dict[int, list[_Range]] = defaultdict(list)
-    for part in wanted:
-        for block in range(part.start // BLOCK_BYTES, (part.stop - 1) // BLOCK_BYTES + 1):
-            blocks[block].append(part)
-    return dict(sorted(blocks.items()))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from milepost.checkpoint import Checkpoint
+from milepost.engine import blocks as block_reads
 from milepost.errors import DamagedError, FormatError, MissingError
 from milepost.stores import LocalStore, MemoryStore
+from milepost.tensors.boxes import Box
 
 BLOCK = 8 * 1024 * 1024
 
@@ -151,3 +156,106 @@ def test_an_index_of_another_checkpoint_is_refused(new_lab):
         saved.load()
     with pytest.raises(FormatError):
         saved.source().tensors("model")
+
+
+def test_some_columns_of_a_large_matrix_take_little_memory(new_lab, tmp_path):
+    """Bytes beside the target are held for a few blocks, and not until the last one was read."""
+    wholes = {f"w{n}": torch.randn(2048, 8192) for n in range(2)}  # 64 MiB each
+    saved = new_lab(LocalStore(tmp_path)).save("a", {"model": wholes})
+    source = saved.source()
+    source.tensors("model")
+    box = Box((0, 1000), (2048, 1024))
+    into = {key: torch.ones(box.sizes) for key in wholes}
+
+    def status(field):
+        text = Path("/proc/self/status").read_text()
+        return int(text.split(field)[1].split()[0]) // 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = status("VmRSS:")
+    source.read_boxes([("model", key, box, live) for key, live in into.items()])
+    assert status("VmHWM:") - before < 64  # their spans have 114 MiB
+    for key, live in into.items():
+        assert torch.equal(live, wholes[key][:, 1000:2024])
+
+
+@pytest.mark.parametrize("portion_bytes", [8, 100, 1 << 20])
+def test_portions_of_any_size_are_put_together(new_lab, monkeypatch, portion_bytes):
+    """Of every box, into memory that lies in any order, with the borders of blocks in between."""
+    monkeypatch.setattr(block_reads, "_PORTION_BYTES", portion_bytes)
+    whole = torch.randn(3, 4, 5, dtype=torch.float64)
+    filler = torch.zeros(BLOCK // 8 - 160, dtype=torch.float64)  # the border is near the tensor
+    small = {"c": torch.arange(3.0).bfloat16(), "d": torch.tensor(True)}
+    saved = new_lab().save("a", {"model": {"a": filler, "b": whole, **small}})
+    wanted = []
+    for order in itertools.permutations(range(3)):
+        for low in itertools.product((0, 1), (0, 2), (0, 3)):
+            sizes = [n - at for n, at in zip(whole.shape, low, strict=True)]
+            back = [order.index(dim) for dim in range(3)]
+            live = torch.zeros([sizes[dim] for dim in order], dtype=whole.dtype).permute(back)
+            wanted.append((Box(low, tuple(sizes)), live))
+    small_live = {"c": torch.zeros(6).bfloat16()[::2], "d": torch.tensor(False)}
+    source = saved.source()
+    source.read_boxes([("model", "b", box, live) for box, live in wanted])
+    source.read([("model", key, live) for key, live in small_live.items()])
+    for box, live in wanted:
+        assert torch.equal(live, whole[box.slices(within=Box.whole(whole.shape))])
+    assert all(torch.equal(live, small[key]) for key, live in small_live.items())
+
+
+class OpenFiles:
+    """A store that counts how many of its files are open."""
+
+    def __init__(self, store):
+        self._store = store
+        self.url, self.traits = store.url, store.traits
+        self.num_open = self.most_open = 0
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def open_reader(self, key):
+        reader, counted = self._store.open_reader(key), self
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+
+        class Counted:
+            size_bytes = reader.size_bytes
+            read_into = staticmethod(reader.read_into)
+
+            @staticmethod
+            def close():
+                counted.num_open -= 1
+                reader.close()
+
+        return Counted()
+
+
+def test_many_files_are_read_with_few_of_them_open(new_lab):
+    """A thousand ranks have written thousands; a process may often have 1024 open."""
+    lab = new_lab()
+    lab.save("a", {f"i{n}": {"v": torch.full((3,), float(n))} for n in range(150)})
+    store = OpenFiles(lab.store)
+    into = {f"i{n}": torch.full((3,), -1.0) for n in range(150)}
+    wanted = [(item, "v", live) for item, live in into.items()]
+    Checkpoint(store, "a").source().read(wanted)
+    assert [live.tolist() for live in into.values()] == [[float(n)] * 3 for n in range(150)]
+    assert 2 < store.most_open <= block_reads.MAX_OPEN + block_reads.NUM_THREADS
+    assert store.num_open == 0
+
+
+def test_no_byte_is_copied_if_a_file_is_missing(new_lab):
+    """Files that are not kept open are looked at first all the same."""
+    lab = new_lab()
+    saved = lab.save("a", {f"i{n}": {"v": torch.full((3,), float(n))} for n in range(90)})
+    store = OpenFiles(lab.store)
+    source = Checkpoint(store, "a").source()
+    into = {f"i{n}": torch.full((3,), -1.0) for n in range(90)}
+    for item in into:
+        source.tensors(item)
+    (last,) = saved.source().files("i89")
+    lab.store.delete(f"a/{last}")
+    with pytest.raises(MissingError):
+        source.read([(item, "v", live) for item, live in into.items()])
+    assert all(live.tolist() == [-1.0] * 3 for live in into.values())
+    assert store.num_open == 0
