@@ -37,6 +37,10 @@ MAX_OPEN = 64
 _PORTION_BYTES = BLOCK_BYTES
 """How many bytes are put together at most: a portion of this size lies in two blocks."""
 
+_PAGES_BYTES = 128 * 1024
+"""From how many bytes on a portion has pages of its own, which go back to the system with it. An
+allocator that large pieces come from and go to in turns may keep many times as much."""
+
 _NAMED = 8
 Progress = Callable[[int], None]
 
@@ -89,7 +93,7 @@ class _Portion:
         """Take some of the bytes; with the last of them the values go to their place."""
         with self._lock:
             if self._memory is None:
-                self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")
+                self._memory = _memory(self._num_bytes)
             memory = self._memory
         memory[low : low + len(data)].copy_(data)
         with self._lock:
@@ -101,6 +105,12 @@ class _Portion:
         stream: Any = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with stream:
             self._place.copy_(values)
+
+
+def _memory(num_bytes: int) -> Tensor:
+    if num_bytes < _PAGES_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(page_memory(num_bytes), dtype=torch.uint8, count=num_bytes)
 
 
 def ranges_of(cut: Cut, box: Box, live: Tensor, *, tensor: str) -> Iterator[Range]:
