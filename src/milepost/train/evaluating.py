@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import UsageError
 from ..progress.schedule import Moment, Schedule
 from ..state.rng import capture_rng, preserve_rng
 from .data import move_batch
@@ -34,6 +36,8 @@ from .state import State, loader_length
 from .stopping import Stopping
 
 __all__ = ["Evaluation", "EvaluationCutOff"]
+
+_log = logging.getLogger("milepost")
 
 
 class EvaluationCutOff(Exception):  # noqa: N818 - a way out of the loop, not an error
@@ -189,26 +193,30 @@ class Evaluation:
                 reshard(self._state.model)
 
     def _all_batches(self, evaluator: Evaluator, mean_loss: _Mean) -> bool:
-        num_done = 0
+        num_done, num_rounds = 0, self._rounds_of(evaluator)
         batches = itertools.islice(evaluator.data.dataloader, evaluator.subset_num_batches)
         for batch in batches:
             if not self._is_called_together and self._stopping.should_cut_off():
                 return True
             self._batch(evaluator, batch, mean_loss)
             num_done += 1
-        for _ in range(num_done, self._rounds_of(evaluator)):
+        for _ in range(num_done, num_rounds):
             self._predict()
         return False
 
     def _rounds_of(self, evaluator: Evaluator) -> int:
-        """Return how many times the model must be called; 0: as many times as there are batches."""
+        """Return how many times the model must be called; 0: as many times as there are batches.
+
+        Raises:
+            UsageError: Some ranks have no batch to call it on; the same on every rank.
+        """
         if not self._is_called_together:
             return 0
         label, limit = evaluator.label, evaluator.subset_num_batches
         if label not in self._num_rounds:
-            length = loader_length(evaluator.data.dataloader) or 0
+            length = loader_length(evaluator.data.dataloader)
             lengths = self._group.collect("compare its batches to evaluate", lambda: length)
-            self._num_rounds[label] = max(lengths)
+            self._num_rounds[label] = _even_rounds(label, lengths)
         rounds = self._num_rounds[label]
         return rounds if limit is None else min(rounds, limit)
 
@@ -233,6 +241,27 @@ class Evaluation:
         if len(evaluator.metrics):
             evaluator.metrics.update(state.outputs, self._model.targets(state.batch))
         run(Event.EVAL_BATCH_END)
+
+
+def _even_rounds(label: str, lengths: Sequence[int | None]) -> int:
+    """Return how many batches the rank with the most has; 0 if that is not known."""
+    known = [length for length in lengths if length is not None]
+    if len(known) < len(lengths):
+        _log.warning(
+            "A loader to evaluate %s on does not know its length. The model is sharded, so every "
+            "rank must have as many batches: if not, the ranks wait for each other in vain.",
+            label,
+        )
+        return 0
+    without = [rank for rank, length in enumerate(known) if length == 0]
+    if without and len(without) < len(known):
+        raise UsageError(
+            f"Rank {', '.join(map(str, without))} has no batch to evaluate {label} on, and a "
+            "sharded model is called by all ranks together.",
+            hint="Use a smaller batch size, or drop_last=False, so that every rank has one.",
+            ranks=without,
+        )
+    return max(known)
 
 
 class _Mean:
