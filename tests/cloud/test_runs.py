@@ -135,6 +135,20 @@ def test_weights_and_folders_come_out_of_a_bucket(place: str, tmp_path: Path) ->
     assert open_checkpoint(folder).verify().is_good
 
 
+def test_single_files_live_in_a_bucket_too(place: str) -> None:
+    """With the records hidden beside them, resumed, and opened by their visible names."""
+    model = torch.nn.Linear(2000, 1500)
+    for resumed in (None, "ba1"):
+        with mp.Checkpointer(place, keep=mp.KeepLast(1), save_format="torch", model=model) as run:
+            assert run.resumed_from == resumed
+            run.step()
+            run.save(wait=True)
+    keys = [entry.key for entry in open_store(place).list()]
+    assert [key for key in keys if not key.startswith(".")] == ["ba2.pt"]
+    weights = open_checkpoint(f"{place}/ba2.pt").load()["state"]["model"]
+    assert weights["weight"].equal(model.weight)
+
+
 def test_two_writers_of_one_run_do_not_both_win(place: str) -> None:
     """The older session is fenced, as on a local disk."""
     model = torch.nn.Linear(3, 2)
