@@ -116,9 +116,9 @@ class BlockFeed:
 
     @property
     def missing_bytes(self) -> int:
-        """Return how much has not been taken yet."""
+        """Return how much has not been brought yet. A copy that was left counts as brought."""
         with self._state:
-            return self._size_bytes - self._next
+            return self._size_bytes - self._next - sum(len(one) for one in self._early.values())
 
     def _is_over(self) -> bool:
         return self._is_stopped or self._error is not None
