@@ -11,7 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from milepost.testing.proxy import Request
+
 KEY, SECRET = "AKIATESTTESTTEST", "secret-that-must-not-be-seen"
+
+
+def is_put(request: Request) -> bool:
+    return request.method == "PUT"
 
 
 def free_port() -> int:

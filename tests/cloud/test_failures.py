@@ -14,55 +14,48 @@ import milepost as mp
 from milepost.format.digest import BLOCK_BYTES
 from milepost.stores.cloud import CloudStore
 from milepost.testing import read_key, write_key
-
-from .proxy import (
+from milepost.testing.proxy import (
     Answer,
+    FaultProxy,
     Forward,
     HangUp,
-    Proxy,
     Request,
-    Rule,
-    error,
+    answer_with,
+    cut_answer,
+    fault_proxy,
     first,
-    is_put,
+    hang_up,
     lose_answer,
-    proxy_before,
 )
+
+from .conftest import is_put
 from .test_contract import open_s3
 
 pytestmark = pytest.mark.cloud
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str) -> Iterator[Proxy]:
-    with proxy_before(s3_endpoint) as one:
+def proxy(s3_endpoint: str) -> Iterator[FaultProxy]:
+    with fault_proxy(s3_endpoint) as one:
         yield one
 
 
 @pytest.fixture
-def store(proxy: Proxy, request: pytest.FixtureRequest) -> CloudStore:
+def store(proxy: FaultProxy, request: pytest.FixtureRequest) -> CloudStore:
     return open_s3(proxy.endpoint, f"failures/{request.node.name}/{time.time_ns()}")
-
-
-def refuse(status: int, code: str):
-    return lambda request, forward: error(status, code)
-
-
-def hang_up(request: Request, forward: Forward) -> Answer:
-    raise HangUp
 
 
 @pytest.mark.parametrize(
     "trouble",
     [
-        refuse(500, "InternalError"),
-        refuse(503, "SlowDown"),
-        refuse(429, "TooManyRequests"),
+        answer_with(500, "InternalError"),
+        answer_with(503, "SlowDown"),
+        answer_with(429, "TooManyRequests"),
         hang_up,
     ],
     ids=["500", "503", "429", "reset"],
 )
-def test_passing_trouble_is_waited_out(proxy: Proxy, store: CloudStore, trouble) -> None:
+def test_passing_trouble_is_waited_out(proxy: FaultProxy, store: CloudStore, trouble) -> None:
     """Whatever is asked, and the bytes are right."""
     proxy.rule = first(2, trouble)
     store.put_new("a", b"1")
@@ -76,12 +69,12 @@ def test_passing_trouble_is_waited_out(proxy: Proxy, store: CloudStore, trouble)
 
 
 def test_lasting_trouble_is_an_error_with_operation_and_tries(
-    proxy: Proxy, store: CloudStore
+    proxy: FaultProxy, store: CloudStore
 ) -> None:
     """Within the time that was given, and not as something missing."""
     store.put_new("warm", b"")
     proxy.seen.clear()
-    proxy.rule = refuse(503, "SlowDown")
+    proxy.rule = answer_with(503, "SlowDown")
     with pytest.raises(mp.StorageError) as caught:
         store.put_new("a", b"1")
     assert not isinstance(caught.value, mp.MissingError)
@@ -96,10 +89,10 @@ def test_lasting_trouble_is_an_error_with_operation_and_tries(
     [(403, "AccessDenied"), (400, "ExpiredToken"), (403, "SignatureDoesNotMatch"), (401, "x")],
 )
 def test_no_access_is_never_nothing_there(
-    proxy: Proxy, store: CloudStore, status: int, code: str
+    proxy: FaultProxy, store: CloudStore, status: int, code: str
 ) -> None:
     """A run that cannot be looked at must not be started afresh."""
-    proxy.rule = refuse(status, code)
+    proxy.rule = answer_with(status, code)
     for ask in (
         lambda: store.get("a"),
         lambda: store.head("a"),
@@ -117,7 +110,7 @@ def test_no_access_is_never_nothing_there(
 
 
 def test_an_answer_that_got_lost_does_not_make_our_own_object_anothers(
-    proxy: Proxy, store: CloudStore
+    proxy: FaultProxy, store: CloudStore
 ) -> None:
     """The second try finds what the first one made."""
     proxy.rule = first(1, lose_answer, only=is_put)
@@ -128,7 +121,7 @@ def test_an_answer_that_got_lost_does_not_make_our_own_object_anothers(
         store.put_new("a", b"ours")  # equal bytes, and yet another's
 
 
-def test_an_object_of_another_is_not_taken_for_ours(proxy: Proxy, store: CloudStore) -> None:
+def test_an_object_of_another_is_not_taken_for_ours(proxy: FaultProxy, store: CloudStore) -> None:
     """It came while our first try was lost before it arrived."""
     other = open_s3(proxy.endpoint, store.url.partition("//runs/")[2])
     store.put_new("warm", b"")
@@ -144,7 +137,9 @@ def test_an_object_of_another_is_not_taken_for_ours(proxy: Proxy, store: CloudSt
     assert store.get("a") == b"theirs"
 
 
-def test_a_lost_answer_to_the_end_of_an_upload_is_no_loss(proxy: Proxy, store: CloudStore) -> None:
+def test_a_lost_answer_to_the_end_of_an_upload_is_no_loss(
+    proxy: FaultProxy, store: CloudStore
+) -> None:
     """Either the object is whole, or the writer says that it is not."""
     data = random.Random(4).randbytes(2 * BLOCK_BYTES)
     proxy.rule = first(
@@ -157,27 +152,20 @@ def test_a_lost_answer_to_the_end_of_an_upload_is_no_loss(proxy: Proxy, store: C
     assert read_key(store, "big") == data
 
 
-def test_a_body_that_breaks_off_is_not_believed(proxy: Proxy, store: CloudStore) -> None:
+def test_a_body_that_breaks_off_is_not_believed(proxy: FaultProxy, store: CloudStore) -> None:
     """It is asked for again, or an error; never a short record."""
     store.put_new("a", b"0123456789" * 1000)
 
-    def cut_at(size: int) -> Rule:
-        def rule(request: Request, forward: Forward) -> Answer:
-            answer = forward(request)
-            return Answer(answer.status, answer.headers, answer.body, cut=size)
-
-        return rule
-
-    proxy.rule = first(1, cut_at(5000), only=lambda one: one.method == "GET")
+    proxy.rule = first(1, cut_answer(5000), only=lambda one: one.method == "GET")
     with contextlib.suppress(mp.StorageError):  # the other right answer
         assert store.get("a") == b"0123456789" * 1000
-    proxy.rule = cut_at(0)
+    proxy.rule = cut_answer(0)
     with pytest.raises(mp.StorageError):
         store.get("a")
 
 
 def test_a_block_is_its_threads_again_as_soon_as_it_was_written(
-    proxy: Proxy, store: CloudStore
+    proxy: FaultProxy, store: CloudStore
 ) -> None:
     """A slow upload must not take what has been written over it since."""
 
@@ -204,7 +192,7 @@ def test_a_block_is_its_threads_again_as_soon_as_it_was_written(
 
 
 def test_a_place_without_conditions_is_used_by_one_writer_only(
-    proxy: Proxy, store: CloudStore, caplog: pytest.LogCaptureFixture
+    proxy: FaultProxy, store: CloudStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is found out before the first record, said loudly, and what is there stays."""
 

@@ -26,14 +26,23 @@ from milepost.stores import (
     PrefixStore,
 )
 from milepost.testing import Fault, FaultStore, read_key
+from milepost.testing.proxy import (
+    Answer,
+    FaultProxy,
+    Forward,
+    HangUp,
+    Request,
+    error_answer,
+    fault_proxy,
+    first,
+)
 from milepost.testing.ranks import run_ranks
 from milepost.train import RunDirectoryUploader
 from milepost.uploads.destination import Destination
 from milepost.uploads.lanes import Lanes
 from milepost.uploads.process import UploadProcess
 
-from .conftest import KEY, SECRET
-from .proxy import Answer, Forward, HangUp, Proxy, Request, error, first, is_put, proxy_before
+from .conftest import KEY, SECRET, is_put
 
 pytestmark = pytest.mark.cloud
 
@@ -64,8 +73,8 @@ trainer.fit()
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str) -> Iterator[Proxy]:
-    with proxy_before(s3_endpoint) as one:
+def proxy(s3_endpoint: str) -> Iterator[FaultProxy]:
+    with fault_proxy(s3_endpoint) as one:
         yield one
 
 
@@ -208,11 +217,11 @@ def test_what_is_saved_at_a_point_goes_up_with_it(tmp_path: Path) -> None:
     assert mp.open_run(store).latest().name == "ep2"
 
 
-def test_a_refused_upload_is_raised_or_tried_again(proxy: Proxy, tmp_path: Path) -> None:
+def test_a_refused_upload_is_raised_or_tried_again(proxy: FaultProxy, tmp_path: Path) -> None:
     """By the policy; in both cases what is here is safe, and the last word is the last round's."""
 
     def refuse(request: Request, forward: Forward) -> Answer:
-        return error(403, "AccessDenied")
+        return error_answer(403, "AccessDenied")
 
     def is_first_checkpoint(request: Request) -> bool:
         return is_put(request) and "/ep1/index.json" in request.path
@@ -225,7 +234,7 @@ def test_a_refused_upload_is_raised_or_tried_again(proxy: Proxy, tmp_path: Path)
     make(uploader, save_folder=tmp_path / "a").fit()
     check_copy(tmp_path / "a", PrefixStore(store, f"{prefix}/a"))
 
-    proxy.rule = first(10**6, refuse, only=is_first_checkpoint)
+    proxy.rule = first(None, refuse, only=is_first_checkpoint)
     uploader = RunDirectoryUploader(hparams, f"{prefix}/b", use_procs=False)
     with pytest.raises(mp.AccessError, match="403"):
         make(uploader, save_folder=tmp_path / "b", max_duration="9ep").fit()
@@ -381,7 +390,7 @@ def test_a_process_that_dies_is_replaced(s3_endpoint: str, tmp_path: Path) -> No
 
 
 def test_a_killed_training_leaves_a_whole_copy_and_the_next_sends_the_rest(
-    proxy: Proxy, tmp_path: Path
+    proxy: FaultProxy, tmp_path: Path
 ) -> None:
     """Its upload processes end with it."""
     prefix, folder = f"killed-{time.time_ns()}", tmp_path / "here"
@@ -404,7 +413,7 @@ def test_a_killed_training_leaves_a_whole_copy_and_the_next_sends_the_rest(
     def puts(name: str) -> int:
         return len([one for one in proxy.seen if is_put(one) and one.path.endswith(name)])
 
-    proxy.rule = first(10**6, hold, only=is_second_manifest_near)
+    proxy.rule = first(None, hold, only=is_second_manifest_near)
     process = start(2)
     assert reached.wait(60)
     children = _children(process.pid)
