@@ -48,6 +48,7 @@ class Checkpoint:
         folder: Its folder in the store; ``""`` if the store begins there.
         state: What it is to its run, if that is known.
         validation: What is known of its validation, if one was asked for and its run was looked at.
+        stats: What its save has cost, where more is known than its manifest says.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class Checkpoint:
         *,
         state: State | None = None,
         validation: Validation | None = None,
+        stats: Mapping[str, Any] | None = None,
     ) -> None:
         self.store = store
         self.folder = folder
         self.state = state
         self.validation = validation
+        self._stats = stats
         self._manifest: Manifest | None = None
 
     @classmethod
@@ -116,6 +119,15 @@ class Checkpoint:
     def time(self) -> Mapping[str, Any]:
         """Return the progress counters: epoch, batch, sample, token, ..."""
         return self.manifest.time
+
+    @property
+    def stats(self) -> Mapping[str, Any]:
+        """Return what its save has cost, in bytes and seconds by name; of several ranks together.
+
+        What came after the manifest was written, such as ``commit_s``, is known only to the process
+        that has saved it, and only to the handle that it got from the save.
+        """
+        return self.manifest.stats if self._stats is None else self._stats
 
     @property
     def is_final(self) -> bool:

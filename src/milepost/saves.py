@@ -8,6 +8,7 @@ after a signal this file makes them agree, or saves for a look only.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -218,12 +219,14 @@ class Saves:
         rng: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> PendingSave[Checkpoint]:
+        started_s = time.perf_counter()
         try:
             items = self._capture(rng=rng, extra=extra or {})
         except BaseException as error:
             self._writer.fail(request.name, error)
             raise
-        self.last = self._writer.save(items, request)
+        capture_s = time.perf_counter() - started_s
+        self.last = self._writer.save(items, request, capture_s=capture_s)
         return self.last
 
     def _capture(

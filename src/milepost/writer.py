@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from .checkpoint import Checkpoint, Run
 from .engine.pending import PendingSave
@@ -20,6 +21,7 @@ from .format.manifest import Manifest
 from .liveness import note_commit
 from .opening import Opening, Restore, WriterOptions
 from .ranks.solo import Solo, Team
+from .runs.costs import cost_text
 from .runs.keep import may_give_up
 from .runs.manifests import ManifestCache
 from .runs.prune import decide, delete_checkpoint, prune
@@ -151,13 +153,17 @@ class RunWriter:
     def _leave(self) -> None:
         self.team.leave(timeout_s=min(_LEAVE_TIMEOUT_S, self.options.rank_timeout_s))
 
-    def save(self, items: Sequence[PackedItem], request: SaveRequest) -> PendingSave[Checkpoint]:
+    def save(
+        self, items: Sequence[PackedItem], request: SaveRequest, *, capture_s: float = 0.0
+    ) -> PendingSave[Checkpoint]:
         """Save a state; see ``Saver.save``. Errors of earlier saves come out here."""
         if self._saver is None:
             raise UsageError("The run is not open.", hint="Use it in a with block, or call open().")
         self.settle()
-        pending = self._saver.save(items, request)
+        pending = self._saver.save(items, request, capture_s=capture_s)
         self._unsettled.append(pending)
+        if self.team.rank == 0:
+            pending.when_done(partial(_log_cost, pending))
         return pending
 
     def fail(self, name: str, error: BaseException) -> None:
@@ -226,7 +232,9 @@ class RunWriter:
 
     def _after_commit(self, manifest: Manifest) -> Checkpoint:
         """Show the new checkpoint to people and apply retention. Runs in the background thread."""
-        checkpoint = Checkpoint(self.store, manifest.name, state=State.COMMITTED)
+        checkpoint = Checkpoint(
+            self.store, manifest.name, state=State.COMMITTED, stats=manifest.stats
+        )
         self._manifests.forget(manifest.name)
         if self.team.rank != 0:
             return checkpoint
@@ -281,3 +289,9 @@ class RunWriter:
                 delete_checkpoint(self.store, old.name)
         except CheckpointError as error:
             _log.warning("Old checkpoints in %s/ were not removed: %s", folder, error)
+
+
+def _log_cost(pending: PendingSave[Checkpoint]) -> None:
+    """Say what a save has cost; that one failed is said elsewhere."""
+    if not pending.has_failed:
+        _log.info("Saved %s: %s.", pending.name, cost_text(pending.stats))

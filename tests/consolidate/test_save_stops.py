@@ -31,6 +31,16 @@ def states():
 
 
 @pytest.mark.parametrize(
+    "options", [{}, {"sharding": "consolidated"}, {"layout": "torch"}], ids=str
+)
+def test_the_manifest_counts_the_bytes_of_all_ranks(options):
+    """The figures of the leader alone would say that half of a checkpoint was never written."""
+    manifest = save_on_ranks(MemoryStore(), states(), **options)
+    assert manifest.stats["written_bytes"] == manifest.size_bytes
+    assert manifest.stats["durable_s"] >= manifest.stats["write_s"]
+
+
+@pytest.mark.parametrize(
     ("options", "step"), [({"sharding": "consolidated"}, 9), ({"layout": "torch"}, 4)], ids=str
 )
 def test_a_stop_at_calls_all_along_leaves_a_whole_checkpoint_or_none(options, step):

@@ -22,6 +22,7 @@ from ..errors import CheckpointError, FencedError
 from ..format.manifest import FileEntry, Manifest
 from ..ranks.lines import Desk, call
 from ..ranks.solo import Deadlines, Team
+from ..runs.costs import together
 from ..runs.publish import Claim, abandon, claim, publish, withdraw
 from ..runs.sessions import Session
 from ..stores.base import Store
@@ -37,7 +38,7 @@ from .links import Links
 from .single import check_plain, encode_single
 from .stage import StagedPart
 from .together import Share, agree
-from .write import FileJob, file_job, write_files
+from .write import FileJob, WriteCost, file_job, write_files
 
 __all__ = ["Committer", "SaveRequest", "Work"]
 
@@ -79,6 +80,7 @@ class Work:
         on_claim: Called with the folder, once it is known.
         share: What this rank contributes, of several.
         is_joined: Whether the leader writes whole tensors for all.
+        began_s: When the state was staged, by ``time.perf_counter``.
     """
 
     request: SaveRequest
@@ -90,6 +92,7 @@ class Work:
     on_claim: Callable[[str], None]
     share: Share | None = None
     is_joined: bool = False
+    began_s: float = field(default_factory=time.perf_counter)
 
 
 class Committer:
@@ -176,24 +179,18 @@ class Committer:
                 work.on_claim(held.folder)
                 mine = held
 
-                def write() -> list[Any]:
+                def write() -> dict[str, Any]:
                     if work.is_joined:
                         entries = self._write_joined(mine, work, desk, address)
                     else:
                         entries = self._write_share(mine, work)
                     mine_written.extend(entry.path for entry in entries)
-                    return [entry.to_json() for entry in entries]
-
-                def commit(written: list[list[Any]]) -> bytes:
                     work.stats["write_s"] = time.perf_counter() - started_s
-                    entries = [
-                        FileEntry.from_json(one, where=f"rank {rank}")
-                        for rank, files in enumerate(written)
-                        for one in files
-                    ]
-                    manifest = self._manifest(mine, work, entries, team.world_size)
-                    publish(self.store, self.session, manifest)
-                    return manifest.to_bytes()
+                    files = [entry.to_json() for entry in entries]
+                    return {"files": files, "stats": work.stats}
+
+                def commit(written: list[dict[str, Any]]) -> bytes:
+                    return self._commit_all(mine, work, written)
 
                 data = team.gather("write its share", write, commit, timeout_s=deadline_s)
         except BaseException as error:
@@ -204,11 +201,22 @@ class Committer:
                     self._withdraw(held, mine_written)
             raise
         manifest = Manifest.from_bytes(data, where=held.folder)
-        ended_s = time.perf_counter() - started_s
-        work.stats["commit_s"] = ended_s - work.stats.setdefault("write_s", ended_s)
+        work.stats["commit_s"] = time.perf_counter() - started_s - work.stats["write_s"]
         self._note_commit(manifest)
         self._links.committed.update(part.plan.file for part in work.staged)
         return manifest
+
+    def _commit_all(self, held: Claim, work: Work, written: list[dict[str, Any]]) -> bytes:
+        """Commit what all ranks have written, on the leader; return the manifest."""
+        entries = [
+            FileEntry.from_json(one, where=f"rank {rank}")
+            for rank, told in enumerate(written)
+            for one in told["files"]
+        ]
+        stats = together([told["stats"] for told in written])
+        manifest = self._manifest(held, work, entries, len(written), stats)
+        publish(self.store, self.session, manifest)
+        return manifest.to_bytes()
 
     def _claim_together(
         self, team: Team, name: str, attempt: int, desk: Desk | None
@@ -229,10 +237,7 @@ class Committer:
         texts = work.share.documents(
             places(work.staged), rank=self._team.rank, team=self._team.world_size
         )
-        entries, linked = self._write_parts(held, work.staged, texts)
-        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
-        work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
-        return [*entries, *linked]
+        return self._write_parts(held, work, work.staged, texts)
 
     def _write_joined(
         self, held: Claim, work: Work, desk: Desk | None, address: Any
@@ -285,11 +290,7 @@ class Committer:
         texts = work.share.documents(
             places(staged), rank=self._team.rank, team=self._team.world_size, joined=rows
         )
-        entries, more = self._write_parts(held, staged, texts, jobs)
-        linked += more
-        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
-        work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
-        return [*entries, *linked]
+        return self._write_parts(held, work, staged, texts, jobs, linked)
 
     def _note_commit(self, manifest: Manifest) -> None:
         """Remember what later checkpoints may share files with."""
@@ -318,15 +319,11 @@ class Committer:
         started_s = time.perf_counter()
         if work.layout == "torch":
             entries = self._write_single(held, work)
-            linked: list[FileEntry] = []
         else:
-            entries, linked = self._write_parts(
-                held, work.staged, documents(work.trees, work.staged)
-            )
+            texts = documents(work.trees, work.staged)
+            entries = self._write_parts(held, work, work.staged, texts)
         work.stats["write_s"] = time.perf_counter() - started_s
-        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
-        work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
-        return self._manifest(held, work, [*entries, *linked], 1)
+        return self._manifest(held, work, entries, 1, work.stats)
 
     def _manifest(
         self,
@@ -334,6 +331,7 @@ class Committer:
         work: Work,
         files: Sequence[FileEntry],
         world_size: int,
+        stats: Mapping[str, Any],
     ) -> Manifest:
         request = work.request
         return Manifest(
@@ -354,18 +352,20 @@ class Committer:
             files=tuple(sorted(files, key=lambda entry: entry.path)),
             software=_software(),
             notes=request.notes,
-            stats=dict(work.stats),
+            stats=dict(stats),
         )
 
     def _write_parts(
         self,
         held: Claim,
+        work: Work,
         staged: Sequence[StagedPart],
         texts: Mapping[str, bytes],
         others: Sequence[FileJob] = (),
-    ) -> tuple[list[FileEntry], list[FileEntry]]:
+        others_linked: Sequence[FileEntry] = (),
+    ) -> list[FileEntry]:
         jobs: list[FileJob] = list(others)
-        linked: list[FileEntry] = []
+        linked: list[FileEntry] = list(others_linked)
         for part in staged:
             entry = self._links.try_link(held.folder, part.plan.file) if part.is_unchanged else None
             if entry is not None:
@@ -376,7 +376,17 @@ class Committer:
             jobs.append(file_job(f"{held.folder}/{plan.file}", plan.file, data))
         for path, text in texts.items():
             jobs.append(file_job(f"{held.folder}/{path}", path, _aligned(text)))
-        return write_files(self.store, jobs), linked
+        return self._write_files(work, jobs, linked)
+
+    def _write_files(
+        self, work: Work, jobs: Sequence[FileJob], linked: Sequence[FileEntry] = ()
+    ) -> list[FileEntry]:
+        cost = WriteCost()
+        entries = write_files(self.store, jobs, cost=cost)
+        work.stats["sync_s"] = cost.sync_s
+        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
+        work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
+        return [*entries, *linked]
 
     def _write_single(self, held: Claim, work: Work) -> list[FileEntry]:
         tensors = {
@@ -398,9 +408,7 @@ class Committer:
         check_plain(value, ("checkpoint",))
         path = f"{held.folder}{SUFFIXES[self._compression]}"
         blocks = encode_single(value, compression=self._compression)
-        entries = write_files(self.store, [FileJob(f"{held.folder}/{path}", path, blocks)])
-        work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
-        return entries
+        return self._write_files(work, [FileJob(f"{held.folder}/{path}", path, blocks)])
 
     def _staged_tensor(self, part: StagedPart, index: int) -> Tensor:
         from ..state.source import TensorInfo, new_tensor

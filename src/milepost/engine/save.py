@@ -20,6 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from ..errors import DeadlineError, FencedError, UsageError
@@ -111,12 +112,15 @@ class Saver(Generic[T]):
         current = self._current
         return current if current is not None and not current.done() else None
 
-    def save(self, items: Sequence[PackedItem], request: SaveRequest) -> PendingSave[T]:
+    def save(
+        self, items: Sequence[PackedItem], request: SaveRequest, *, capture_s: float = 0.0
+    ) -> PendingSave[T]:
         """Copy a state and write it in the background.
 
         Args:
             items: The state, with live tensors. They may change once this returns.
             request: What the checkpoint says about itself.
+            capture_s: The seconds it took to collect the state.
 
         Raises:
             FencedError: A newer session owns the run.
@@ -137,14 +141,17 @@ class Saver(Generic[T]):
         marks = self._marks(whole, request.name)
         marked_s = time.perf_counter() - started_s - waited_s - planned_s
         staged = self._stage(self._plan, items)
-        blocking_s = time.perf_counter() - started_s
+        staged_s = time.perf_counter() - started_s
+        unchanged = sum(part.plan.size_bytes for part in staged if part.is_unchanged)
         stats = {
             "state_bytes": self._plan.size_bytes,
+            "unchanged_bytes": unchanged,
+            "capture_s": capture_s,
             "wait_s": waited_s,
             "plan_s": planned_s,
             "mark_s": marked_s,
-            "stage_s": blocking_s - waited_s - planned_s - marked_s,
-            "blocking_s": blocking_s,
+            "stage_s": staged_s - waited_s - planned_s - marked_s,
+            "blocking_s": capture_s + staged_s,
         }
         share = None
         if self._team is not None:
@@ -255,8 +262,16 @@ class Saver(Generic[T]):
     def _run(self, work: Work, pending: PendingSave[T]) -> None:
         try:
             manifest = self._committer.commit(work)
+            committed_s = time.perf_counter()
+            late = {
+                "commit_s": work.stats["commit_s"],
+                "durable_s": work.stats["blocking_s"] + committed_s - work.began_s,
+            }
             pending.stats = work.stats
-            result = self._on_commit(manifest)
+            work.stats.update(late)
+            # Whoever gets the checkpoint from us learns more than its manifest could say.
+            result = self._on_commit(replace(manifest, stats={**manifest.stats, **late}))
+            work.stats["after_s"] = time.perf_counter() - committed_s
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             if isinstance(error, FencedError):
                 self._fenced = error

@@ -7,6 +7,7 @@ it is hot in the cache. Hashing and writing release the interpreter lock.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -16,7 +17,7 @@ from ..format.digest import BLOCK_BYTES, block_count, crc32c
 from ..format.manifest import FileEntry
 from ..stores.base import Store, Writer
 
-__all__ = ["FileJob", "Job", "file_job", "write_files"]
+__all__ = ["FileJob", "Job", "WriteCost", "file_job", "write_files"]
 
 NUM_THREADS = 2
 
@@ -66,6 +67,17 @@ class FileJob:
         return sum(len(block) for block in self.blocks)
 
 
+@dataclass(slots=True)
+class WriteCost:
+    """What writing files has cost, beside the bytes.
+
+    Attributes:
+        sync_s: Seconds in which files were made durable, added up over the threads.
+    """
+
+    sync_s: float = 0.0
+
+
 def file_job(key: str, path: str, data: memoryview) -> FileJob:
     """Return the job of writing one contiguous range of memory."""
     starts = range(0, len(data), BLOCK_BYTES)
@@ -73,9 +85,19 @@ def file_job(key: str, path: str, data: memoryview) -> FileJob:
 
 
 def write_files(
-    store: Store, jobs: Sequence[Job], *, num_threads: int = NUM_THREADS
+    store: Store,
+    jobs: Sequence[Job],
+    *,
+    num_threads: int = NUM_THREADS,
+    cost: WriteCost | None = None,
 ) -> list[FileEntry]:
     """Write files and make them durable.
+
+    Args:
+        store: Where to.
+        jobs: The files.
+        num_threads: How many threads write.
+        cost: What the cost is added to.
 
     Returns:
         One entry a file, in the order of the jobs, with its checksums.
@@ -85,12 +107,13 @@ def write_files(
     """
     if not jobs:
         return []
-    return _Pipeline(store, jobs).run(num_threads)
+    return _Pipeline(store, jobs, cost or WriteCost()).run(num_threads)
 
 
 class _Pipeline:
-    def __init__(self, store: Store, jobs: Sequence[Job]) -> None:
+    def __init__(self, store: Store, jobs: Sequence[Job], cost: WriteCost) -> None:
         self._store = store
+        self._cost = cost
         self._jobs = jobs
         self._crcs = [[0] * block_count(job.size_bytes) for job in jobs]
         self._left = [len(job.blocks) for job in jobs]
@@ -118,7 +141,7 @@ class _Pipeline:
             for block in range(len(job.blocks)):
                 self._queue.put((index, block))
             if len(job.blocks) == 0:
-                self._writers[index].close()
+                self._close(index)
         helpers = [
             threading.Thread(target=self._work, name=f"milepost-write-{n}")
             for n in range(1, min(num_threads, self._queue.qsize()))
@@ -152,4 +175,10 @@ class _Pipeline:
             is_last = self._left[index] == 0
         if is_last:
             # The thread that wrote the last block makes the file durable while the other goes on.
-            self._writers[index].close()
+            self._close(index)
+
+    def _close(self, index: int) -> None:
+        started_s = time.perf_counter()
+        self._writers[index].close()
+        with self._lock:
+            self._cost.sync_s += time.perf_counter() - started_s

@@ -42,6 +42,16 @@ def test_show_facts(milepost, run):
     assert "inexact" in text
 
 
+def test_show_what_the_save_has_cost(milepost, make_run):
+    """Figures for programs, words for people."""
+    maker = make_run()
+    stats = {"written_bytes": 24_000, "write_s": 0.012, "blocking_s": 0.0015}
+    maker.save("ep1", stats=stats)
+    assert milepost.json("show", maker.folder)["stats"] == stats
+    text = milepost("show", maker.folder).stdout
+    assert "24 kB written in 12 ms (2 MB/s), training held up for 1.5 ms" in text
+
+
 def test_show_tensors_from_headers(milepost, run):
     """Names, dtypes and shapes cost no read of the values."""
     tensors = milepost.json("show", run.folder / "ep1", "--tensors")["tensors"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from milepost.checkpoint import Checkpoint
 from milepost.engine import commits
 from milepost.errors import DeadlineError, FencedError, StorageError
 from milepost.runs import ensure_run, open_session, record_origin, scan
@@ -41,9 +42,9 @@ def test_what_is_written_is_the_arena_itself(new_lab, monkeypatch):
     seen = []
     original = commits.write_files
 
-    def write_files(store, jobs):
+    def write_files(store, jobs, **options):
         seen.extend(block for job in jobs if job.path.endswith("s") for block in job.blocks)
-        return original(store, jobs)
+        return original(store, jobs, **options)
 
     monkeypatch.setattr(commits, "write_files", write_files)
     lab = new_lab()
@@ -233,12 +234,32 @@ def test_stats_tell_where_the_time_and_the_bytes_went(new_lab):
     lab = new_lab()
     pending = lab.begin("a", {"model": {"w": torch.randn(1000)}})
     manifest = pending.wait(30)
-    assert pending.stats["state_bytes"] == 4096 + 4000
-    assert pending.stats["written_bytes"] == sum(entry.size_bytes for entry in manifest.files)
-    assert {"blocking_s", "stage_s", "plan_s", "wait_s", "write_s", "commit_s"} <= set(
-        pending.stats
-    )
+    stats = pending.stats
+    assert stats["state_bytes"] == 4096 + 4000
+    assert stats["written_bytes"] == sum(entry.size_bytes for entry in manifest.files)
+    parts = ("capture_s", "wait_s", "plan_s", "mark_s", "stage_s")
+    assert stats["blocking_s"] == pytest.approx(sum(stats[name] for name in parts))
+    assert stats["durable_s"] >= stats["blocking_s"] + stats["write_s"] + stats["commit_s"]
+    assert {"sync_s", "after_s"} <= set(stats)
+    stored = Checkpoint(lab.store, "a").manifest.stats
+    assert stored == {
+        n: v for n, v in stats.items() if n not in ("commit_s", "durable_s", "after_s")
+    }
+    assert manifest.stats == {n: v for n, v in stats.items() if n != "after_s"}
     assert "committed" in repr(pending)
+
+
+def test_stats_tell_apart_what_was_copied_written_and_shared(new_lab, tmp_path):
+    """Frozen weights cost a comparison and a link; whoever pays by the byte wants to see it."""
+    lab = new_lab(LocalStore(tmp_path))
+    frozen = {"model": {"w"}}
+    state = {"model": {"w": torch.randn(5000), "b": torch.randn(7)}}
+    lab.begin("a", state, frozen=frozen).wait(30)
+    pending = lab.begin("b", state, frozen=frozen)
+    manifest = pending.wait(30)
+    shared = 4096 + 4 * 5000
+    assert pending.stats["unchanged_bytes"] == pending.stats["linked_bytes"] == shared
+    assert pending.stats["written_bytes"] == manifest.size_bytes - shared
 
 
 def test_nothing_to_store_but_a_tree_is_a_checkpoint_too(new_lab):

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ...checkpoint import Checkpoint
+from ...runs.costs import cost_text
 from ..contents import Contents, read_contents
 from ..places import Located, locate
 from ..render import (
@@ -120,7 +121,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         "lineage": f"session {facts['session']}, attempt {facts['attempt']}, "
         + (f"after {facts['parent']}" if facts["parent"] else "the first"),
         "software": _pairs(facts["software"]),
-        "save": _pairs(facts["stats"]),
+        "save": cost_text(facts["stats"]),
         "metadata": _pairs(facts["metadata"]),
     }
     width = max(len(title) for title in lines)
