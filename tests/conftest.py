@@ -1,12 +1,16 @@
-"""Settings that hold for every test: how hard Hypothesis tries, and what the header tells."""
+"""For every test: how hard Hypothesis tries, what the header tells, servers to save to."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from . import servers
 
 # No deadline: other programs share the machine, and a slow example is not a wrong one.
 settings.register_profile(
@@ -25,3 +29,17 @@ def pytest_report_header() -> str:
     names = ("torch", "numpy", "obstore", "crc32c", "safetensors")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     return f"kernel {platform.release()}, {os.cpu_count()} CPUs; {versions}"
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """A bucket that refuses to create what is there, in the memory of a process."""
+    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """A bucket of a real server that replaces what is there, whatever it is asked."""
+    with servers.juicefs(tmp_path_factory.mktemp("juicefs")) as server:
+        yield server

@@ -6,10 +6,12 @@ import itertools
 
 import pytest
 
+from milepost.errors import ExistsError
 from milepost.stores import Store
 from milepost.stores.cloud import CloudStore
 from milepost.testing import StoreConformance
 
+from ..servers import Server
 from .conftest import KEY, SECRET
 
 pytestmark = pytest.mark.cloud
@@ -34,3 +36,32 @@ class TestS3(StoreConformance):
 
     def make_store(self) -> Store:
         return open_s3(self.endpoint, f"contract/{next(_numbers)}")
+
+
+class TestJuiceFS(StoreConformance):
+    """A real server, which does not take the condition: for one writer only."""
+
+    @pytest.fixture(autouse=True)
+    def _take_server(self, juicefs: Server) -> None:
+        self.server = juicefs
+
+    def make_store(self) -> Store:
+        return self.server.open(f"contract/{next(_numbers)}")
+
+
+def test_a_place_that_replaces_is_found_out_and_said(
+    juicefs: Server, moto: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the server itself, by two objects of one name, and once only."""
+    for server in (juicefs, moto):
+        caplog.clear()
+        store = server.open(f"probe/{next(_numbers)}")
+        assert store.traits.exclusive_create
+        for key in ("a", "b"):
+            store.put_new(key, key.encode())
+            with pytest.raises(ExistsError):
+                store.put_new(key, b"again")
+        warned = [one for one in caplog.records if "safe for one writer only" in one.message]
+        assert store.traits.exclusive_create is server.is_exclusive
+        assert len(warned) == (not server.is_exclusive)
+        assert [entry.key for entry in store.list()] == ["a", "b"]

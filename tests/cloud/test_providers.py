@@ -39,10 +39,6 @@ class TestLibcloud(StoreConformance):
         options = {"key": str(self.folder)}
         return LibcloudStore("local", name, make=lambda: make_driver("local", options))
 
-    @pytest.mark.skip(reason="libcloud has no conditions: one writer only")
-    def test_put_new_has_one_winner_among_threads(self) -> None:
-        """See the module."""
-
     @pytest.mark.skip(reason="the driver for folders replaces a file in two steps")
     def test_put_replaces_in_one_step(self) -> None:
         """See the module."""

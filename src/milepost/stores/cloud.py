@@ -87,7 +87,7 @@ class CloudStore:
         self._lock = threading.Lock()
         self._was_probed = False
         self._wait_s = retry_timeout_s + 60.0
-        options = dict(config or {})
+        options = {**_defaults(url), **(config or {})}
         endpoint = str(options.get("endpoint") or _endpoint_of_environment())
         try:
             self._store = from_url(
@@ -126,8 +126,11 @@ class CloudStore:
         if self.traits.exclusive_create:
             self._create(key, data)
         else:
-            self._refuse_existing(key)
-            self.put(key, data)
+            with (
+                self._lock
+            ):  # among the threads that share this object it is exclusive all the same
+                self._refuse_existing(key)
+                self.put(key, data)
 
     def _create(self, key: str, data: bytes) -> None:
         mark = secrets.token_hex(16)
@@ -320,6 +323,15 @@ class CloudStore:
             raise typed_error(
                 str(error), type(error).__name__, operation=operation, name=self._name(key), key=key
             ) from None
+
+
+def _defaults(url: str) -> dict[str, Any]:
+    """Return what the client is told unless something else is asked for.
+
+    Objects are deleted one by one: not every service that speaks S3 deletes several by one request,
+    and some do it and answer what the client does not take.
+    """
+    return {"disable_bulk_delete": True} if url.startswith(("s3://", "s3a://")) else {}
 
 
 def _entry(meta: Mapping[str, Any]) -> Entry:

@@ -103,6 +103,7 @@ class LibcloudStore:
         self._is_folder = name == "local"
         self._make = make
         self._local = threading.local()
+        self._creating = threading.Lock()
         self._pid = os.getpid()
         self._was_said = False
         with self._typed("look at", ""):
@@ -126,8 +127,11 @@ class LibcloudStore:
                 "Never let two processes save to one run there at the same time.",
                 self.url,
             )
-        self._refuse_existing(key)
-        self.put(key, data)
+        with (
+            self._creating
+        ):  # among the threads that share this object it is exclusive all the same
+            self._refuse_existing(key)
+            self.put(key, data)
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace ``key``."""

