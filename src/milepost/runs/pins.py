@@ -13,6 +13,7 @@ from ..format.canonical import dump_record, load_record
 from ..format.layout import MANIFEST, PINS, pin_key
 from ..format.manifest import FORMAT_VERSION
 from ..stores.base import Store
+from .damage import raise_unreachable
 from .folders import check_folder, file_key
 
 __all__ = ["is_pinned", "list_pins", "pin", "unpin"]
@@ -61,6 +62,7 @@ def list_pins(store: Store) -> dict[str, str]:
             pins[name] = str(fields.get("note", ""))
         except MissingError:
             continue  # unpinned since the listing
-        except (FormatError, StorageError):
+        except (FormatError, StorageError) as error:
+            raise_unreachable(store, error)
             pins[name] = UNREADABLE
     return pins

@@ -44,6 +44,7 @@ from ..format.layout import (
 )
 from ..format.manifest import Manifest
 from ..stores.base import Entry, Store
+from .damage import raise_unreachable
 from .folders import NOT_CHECKPOINTS, file_key, is_diagnostic
 from .manifests import ManifestCache, read_manifest
 from .pins import list_pins
@@ -209,6 +210,8 @@ def scan(store: Store, cache: ManifestCache | None = None) -> RunView:
     Raises:
         MissingError: There is no run and no checkpoint.
         DamagedError: The record that says which commits count is missing or cannot be read.
+        StorageError: The place cannot be reached. What it holds is not known then, and nothing of
+            it is taken for damaged.
     """
     cache = cache or ManifestCache()
     for _ in range(_LOOKS):
@@ -314,6 +317,7 @@ def _look(
     except MissingError:
         return _look_uncommitted(store, name, is_pinned)
     except (FormatError, StorageError) as error:
+        raise_unreachable(store, error)
         size_bytes, modified_s = _measure(store, name)
         claim = _read_claim(store, name)
         return Found(name, State.DAMAGED, None, error, is_pinned, size_bytes, modified_s, *claim)
@@ -349,7 +353,8 @@ def _read_claim(store: Store, name: str) -> tuple[int | None, int | None, str | 
     key = file_key(name, ATTEMPT)
     try:
         fields = load_record(store.get(key, max_bytes=_MAX_RECORD_BYTES), where=key)
-    except (MissingError, FormatError, StorageError):
+    except (MissingError, FormatError, StorageError) as error:
+        raise_unreachable(store, error)
         return None, None, None
     session, attempt, write_id = (fields.get(k) for k in ("session", "attempt", "write_id"))
     is_known = type(session) is int and type(attempt) is int

@@ -54,6 +54,7 @@ from ..format.layout import RUN, SESSIONS, from_key, session_key, session_number
 from ..format.manifest import FORMAT_VERSION, check_version
 from ..processes.functions import refuse_while_imported
 from ..stores.base import Store
+from .damage import raise_unreachable
 from .identity import Identity, is_gone, this_process
 
 __all__ = [
@@ -380,6 +381,7 @@ def _read_session(store: Store, number: int, is_settled: bool) -> Session:  # no
             machine_id=str(fields.get("machine_id", "")),
         )
     except (MissingError, FormatError, StorageError) as error:
+        raise_unreachable(store, error)
         session = replace(session, problem=str(error))
     except (KeyError, TypeError, ValueError) as error:
         session = replace(session, problem=f"{key} is not the record of a session: {error}.")
@@ -388,6 +390,7 @@ def _read_session(store: Store, number: int, is_settled: bool) -> Session:  # no
     try:
         return replace(session, origin=_read_origin(store, number), is_settled=True)
     except (MissingError, FormatError, StorageError) as error:
+        raise_unreachable(store, error)
         return replace(session, problem=str(error))
 
 

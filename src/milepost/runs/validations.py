@@ -35,6 +35,7 @@ from ..format.canonical import dump_record, load_record
 from ..format.layout import VALIDATIONS, check_name
 from ..format.manifest import FORMAT_VERSION, check_version
 from ..stores.base import Entry, Store
+from .damage import raise_unreachable
 from .identity import this_process
 
 __all__ = [
@@ -326,6 +327,7 @@ def _read_ends(store: Store, keys: Iterable[str]) -> tuple[int, str]:
         except MissingError:
             continue
         except (FormatError, StorageError) as problem:
+            raise_unreachable(store, problem)
             _log.warning("A record of a validation cannot be read: %s", problem)
             continue
         if fields.get("outcome") == _STOPPED:
@@ -347,6 +349,7 @@ def _cached_verdict(
     except MissingError:
         return None
     except (FormatError, StorageError) as problem:
+        raise_unreachable(store, problem)
         _log.warning("The verdict on %s cannot be read, so it counts as pending: %s", name, problem)
     cache[entry.key] = (entry, found)
     return found

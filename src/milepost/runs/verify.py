@@ -22,6 +22,7 @@ from ..format.layout import MANIFEST
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import Reader, Store
 from ..stores.pages import page_memory
+from .damage import raise_unreachable
 from .folders import file_key, is_diagnostic
 from .manifests import read_manifest
 from .scan import Found, RunView, State
@@ -98,11 +99,13 @@ def verify(store: Store, name: str, level: Level | str = Level.QUICK) -> VerifyR
         MissingError: There is no commit in the folder, or there is none any more.
         NewerFormatError: A newer Milepost wrote it.
         AccessError: The store refused a read, which says nothing about the bytes.
+        StorageError: A store that is not of this machine cannot be reached.
     """
     level = Level(level)
     try:
         manifest = read_manifest(store, name)
     except (FormatError, StorageError) as error:
+        raise_unreachable(store, error)
         if error.kind == "newer_format":
             raise
         return VerifyReport(name, level, (_unreadable(MANIFEST, error),), 0)
@@ -186,6 +189,7 @@ def _check_size(store: Store, name: str, entry: FileEntry) -> Problem | None:
         text = f"{entry.path} is missing."
         return Problem(entry.path, None, str(entry.size_bytes), "missing", text)
     except StorageError as error:
+        raise_unreachable(store, error)
         return _unreadable(entry.path, error)
     if found == entry.size_bytes:
         return None
@@ -216,6 +220,7 @@ def _check_lightly(
             with closing(store.open_reader(key)) as reader:
                 _read_header(reader, entry)
     except (MissingError, FormatError, StorageError) as error:
+        raise_unreachable(store, error)
         yield _unreadable(entry.path, error)
 
 
@@ -263,6 +268,7 @@ def _check_file(
     try:
         reader = store.open_reader(file_key(name, entry.path))
     except (MissingError, FormatError, StorageError) as error:
+        raise_unreachable(store, error)
         return [_unreadable(entry.path, error)]
 
     def check(block: int) -> tuple[int, int | CheckpointError]:
@@ -273,6 +279,7 @@ def _check_file(
             reader.read_into(offset, view)
             return block, crc32c(view)
         except (FormatError, StorageError) as error:
+            raise_unreachable(store, error)
             return block, error
         finally:
             buffers.put(pages)

@@ -160,6 +160,7 @@ def test_a_deletion_meanwhile_is_not_damage(run, level):
 @pytest.mark.parametrize("error", [StorageError("bad sector")])
 def test_an_unreadable_block_is_a_problem_and_not_the_end(run, error):
     """The other blocks are still looked at."""
+    run.traits = replace(run.traits, is_local=True)
     counting = FaultStore(run)
     verify(counting, "ep1", Level.FULL)
     reads = [n for n, text in enumerate(counting.operations, 1) if text.startswith("read_into")]
