@@ -41,6 +41,7 @@ campaign: $(READY)
 	MILEPOST_CAMPAIGN=1 $(BIN)/python -m pytest -m "campaign or not campaign" --timeout=3600
 
 bench: $(READY)
+	$(BIN)/pip install --quiet $(PIP_FLAGS) -c constraints.txt torch==2.13.0 -e '.[bench]'
 	$(BIN)/python benchmarks/run.py
 
 docs: $(READY)

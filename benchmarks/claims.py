@@ -6,47 +6,23 @@ All variants are warmed once, end durable (file and folder synced), and load fro
 
 from __future__ import annotations
 
-import os
 import shutil
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import limits
+import peers
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
-from safetensors.torch import save_file
+from figures import Figures
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from milepost import Checkpointer
 
 State = dict[str, Tensor]
-
-
-@dataclass(slots=True)
-class Figures:
-    """Seconds or rates by variant, one entry a round."""
-
-    rounds: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, name: str, value: float) -> None:
-        """Add the figure of one round."""
-        self.rounds.setdefault(name, []).append(value)
-
-    def median(self, name: str) -> float:
-        """Return the median over the rounds."""
-        return statistics.median(self.rounds[name])
-
-    def spread(self, name: str) -> tuple[float, float]:
-        """Return the smallest and the largest figure."""
-        return min(self.rounds[name]), max(self.rounds[name])
 
 
 def large_state() -> State:
@@ -107,13 +83,11 @@ def blocking_and_durable(folder: Path, *, rounds: int) -> tuple[Figures, int]:
             pending.wait()
             row["milepost"] = time.perf_counter() - start
             shutil.rmtree(folder / "run" / pending.name)
-            row["torch.save"] = _timed(lambda: _torch_save(state, folder / "peer.pt"))
-            row["safetensors"] = _timed(lambda: _safetensors_save(state, folder / "peer.st"))
-            row["dcp.save"] = _timed(lambda: _dcp_save(state, folder / "peer-dcp"))
-            _clear(folder)
+            for name, save in peers.SAVES.items():
+                row[name] = _timed(partial(save, state, folder))
+                peers.clear(folder)
             if index:  # the first round warms every variant
-                for name, seconds in row.items():
-                    figures.add(name, seconds)
+                figures.add_round(row)
     return figures, size
 
 
@@ -124,26 +98,49 @@ def cold_load(folder: Path, *, rounds: int) -> tuple[Figures, int]:
     with milepost_run(folder / "run", state) as run:
         pending = run.save("large")
         name = pending.wait().name
-        _torch_save(state, folder / "peer.pt")
-        _safetensors_save(state, folder / "peer.st")
-        _dcp_save(state, folder / "peer-dcp")
+        for save in peers.SAVES.values():
+            save(state, folder)
         limits.write_rate(folder, size)
         target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
         figures = Figures()
         for index in range(rounds + 1):
             row: dict[str, float] = {"read limit": size / limits.read_rate(folder, size)}
-            variants: Mapping[str, Callable[[], Any]] = {
-                "milepost": lambda: run.restore(name, items=["model"]),
-                "torch.load": lambda: _torch_load(target, folder / "peer.pt"),
-                "safetensors": lambda: _safetensors_load(target, folder / "peer.st"),
-                "dcp.load": lambda: _dcp_load(target, folder / "peer-dcp"),
+            ours = partial(run.restore, name, items=["model"])
+            variants: dict[str, Callable[[], Any]] = {
+                "milepost": ours,
+                **peers.timed_loads(target, folder),
             }
             for variant, load in variants.items():
                 limits.drop_cache(folder)
                 row[variant] = _timed(load)
             if index:
-                for variant, seconds in row.items():
-                    figures.add(variant, seconds)
+                figures.add_round(row)
+    return figures, size
+
+
+def warm_load(folder: Path, *, rounds: int) -> tuple[Figures, int]:
+    """Measure verified loads of the large state into live tensors, from the page cache."""
+    state = large_state()
+    size = num_bytes(state)
+    tensors = list(state.values())
+    pool = limits.warm_pool(tensors)
+    with milepost_run(folder / "run", state) as run:
+        name = run.save("large").wait().name
+        for save in peers.SAVES.values():
+            save(state, folder)
+        target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+        variants: dict[str, Callable[[], Any]] = {
+            "milepost": partial(run.restore, name, items=["model"]),
+            **peers.timed_loads(target, folder),
+        }
+        figures = Figures()
+        for index in range(rounds + 1):
+            row: dict[str, float] = {"copy": limits.copy_seconds(tensors, pool)}
+            for variant, load in variants.items():
+                limits.fill_cache(folder)
+                row[variant] = _timed(load)
+            if index:
+                figures.add_round(row)
     return figures, size
 
 
@@ -158,15 +155,14 @@ def many_small(folder: Path, *, rounds: int) -> tuple[Figures, int]:
             start = time.perf_counter()
             name = run.save(f"round{index}").wait().name
             row["milepost save"] = time.perf_counter() - start
-            row["dcp.save"] = _timed(lambda: _dcp_save(state, folder / "peer-dcp"))
+            row["dcp.save"] = _timed(partial(peers.SAVES["dcp.save"], state, folder))
             limits.drop_cache(folder)
             row["milepost load"] = _timed(partial(run.restore, name, items=["model"]))
-            row["dcp.load"] = _timed(lambda: _dcp_load(target, folder / "peer-dcp"))
+            row["dcp.load"] = _timed(partial(peers.LOADS["dcp.load"], target, folder))
             shutil.rmtree(folder / "run" / name)
-            _clear(folder)
+            peers.clear(folder)
             if index:
-                for variant, seconds in row.items():
-                    figures.add(variant, seconds)
+                figures.add_round(row)
     return figures, num_bytes(state)
 
 
@@ -174,56 +170,3 @@ def _timed(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def _torch_save(state: State, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(path.parent)
-
-
-def _torch_load(target: State, path: Path) -> None:
-    loaded = torch.load(path, weights_only=True)
-    for key, tensor in target.items():
-        tensor.copy_(loaded[key])
-
-
-def _safetensors_save(state: State, path: Path) -> None:
-    save_file(state, path)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    _sync_folder(path.parent)
-
-
-def _safetensors_load(target: State, path: Path) -> None:
-    with safe_open(path, "pt") as file:
-        for key, tensor in target.items():
-            tensor.copy_(file.get_tensor(key))
-
-
-def _dcp_save(state: State, path: Path) -> None:
-    dcp.save(state, storage_writer=FileSystemWriter(path, sync_files=True), no_dist=True)
-    _sync_folder(path)
-
-
-def _dcp_load(target: State, path: Path) -> None:
-    dcp.load(target, storage_reader=FileSystemReader(path), no_dist=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name.startswith("peer"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()

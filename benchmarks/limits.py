@@ -15,9 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["copy_seconds", "drop_cache", "read_rate", "write_rate"]
+__all__ = ["copy_seconds", "drop_cache", "fill_cache", "read_rate", "warm_pool", "write_rate"]
 
-REQUEST_BYTES = 16 * 1024 * 1024
+_MIB = 1024 * 1024
+_REQUESTS_BYTES = (8 * _MIB, 16 * _MIB)
+_THREADS = (1, 2, 4)
 
 
 def copy_seconds(tensors: Sequence[Tensor], pool: Sequence[Tensor]) -> float:
@@ -38,14 +40,24 @@ def warm_pool(tensors: Sequence[Tensor]) -> list[Tensor]:
 def write_rate(folder: Path, num_bytes: int) -> float:
     """Return the best rate of durable direct writes, in bytes a second.
 
-    The best of 1, 2 and 4 threads, preallocated, with fsync of the file.
+    The best of 1, 2 and 4 threads and of requests of 8 and 16 MiB, preallocated, with fsync of the
+    file.
     """
-    return max(_transfer(folder, num_bytes, threads, _write) for threads in (1, 2, 4))
+    return _best(folder, num_bytes, _write)
 
 
 def read_rate(folder: Path, num_bytes: int) -> float:
     """Return the best rate of direct reads of a file that :func:`write_rate` left behind."""
-    return max(_transfer(folder, num_bytes, threads, _read) for threads in (1, 2, 4))
+    return _best(folder, num_bytes, _read)
+
+
+def fill_cache(folder: Path) -> None:
+    """Bring every file below a folder into the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(_READ[0]):
+                    pass
 
 
 def drop_cache(folder: Path) -> None:
@@ -59,47 +71,60 @@ def drop_cache(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def _transfer(
-    folder: Path, num_bytes: int, threads: int, run: Callable[[Path, list[int], int], None]
-) -> float:
+_Work = Callable[[Path, list[int], int, int], None]
+
+
+def _best(folder: Path, num_bytes: int, run: _Work) -> float:
+    return max(
+        _transfer(folder, num_bytes, threads, request_bytes, run)
+        for threads in _THREADS
+        for request_bytes in _REQUESTS_BYTES
+    )
+
+
+def _transfer(folder: Path, num_bytes: int, threads: int, request_bytes: int, run: _Work) -> float:
     path = folder / "limit.bin"
     if run is _write:
         path.unlink(missing_ok=True)  # giving back the blocks of an old file takes time of its own
-    offsets = list(range(0, num_bytes - REQUEST_BYTES + 1, REQUEST_BYTES))
+    offsets = list(range(0, num_bytes - request_bytes + 1, request_bytes))
     start = time.perf_counter()
-    run(path, offsets, threads)
-    return len(offsets) * REQUEST_BYTES / (time.perf_counter() - start)
+    run(path, offsets, threads, request_bytes)
+    return len(offsets) * request_bytes / (time.perf_counter() - start)
 
 
-def _write(path: Path, offsets: list[int], threads: int) -> None:
+def _write(path: Path, offsets: list[int], threads: int, request_bytes: int) -> None:
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_DIRECT)
     try:
-        os.posix_fallocate(descriptor, 0, len(offsets) * REQUEST_BYTES)
-        view = memoryview(_WRITTEN)
-        _share(offsets, threads, lambda offset, _: os.pwrite(descriptor, view, offset))
+        os.posix_fallocate(descriptor, 0, len(offsets) * request_bytes)
+        view = memoryview(_WRITTEN)[:request_bytes]
+        _share(offsets, threads, request_bytes, lambda at, _: os.pwrite(descriptor, view, at))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _read(path: Path, offsets: list[int], threads: int) -> None:
+def _read(path: Path, offsets: list[int], threads: int, request_bytes: int) -> None:
+    views = [memoryview(memory)[:request_bytes] for memory in _READ]
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         _share(
             offsets,
             threads,
-            lambda offset, thread: os.preadv(descriptor, [_READ[thread]], offset),
+            request_bytes,
+            lambda at, thread: os.preadv(descriptor, [views[thread]], at),
         )
     finally:
         os.close(descriptor)
 
 
-def _share(offsets: list[int], threads: int, work: Callable[[int, int], int]) -> None:
+def _share(
+    offsets: list[int], threads: int, request_bytes: int, work: Callable[[int, int], int]
+) -> None:
     """Give every thread its share; each request must be whole."""
 
     def run(thread: int) -> None:
         mine = offsets[thread::threads]
-        short.extend(offset for offset in mine if work(offset, thread) != REQUEST_BYTES)
+        short.extend(offset for offset in mine if work(offset, thread) != request_bytes)
 
     short: list[int] = []
     others = [threading.Thread(target=run, args=(thread,)) for thread in range(1, threads)]
@@ -113,10 +138,10 @@ def _share(offsets: list[int], threads: int, work: Callable[[int, int], int]) ->
 
 
 def _touched(fill: bytes) -> mmap.mmap:
-    memory = mmap.mmap(-1, REQUEST_BYTES)
-    memory.write(fill * (REQUEST_BYTES // len(fill)))
+    memory = mmap.mmap(-1, _REQUESTS_BYTES[-1])
+    memory.write(fill * (len(memory) // len(fill)))
     return memory
 
 
 _WRITTEN = _touched(os.urandom(1024 * 1024))
-_READ = [_touched(b"\x01") for _ in range(4)]
+_READ = [_touched(b"\x01") for _ in range(_THREADS[-1])]

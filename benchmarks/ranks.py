@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from claims import Figures
+from figures import Figures
 from rank_work import NUM_LAYERS, WIDTH
 
 from milepost.testing.ranks import run_ranks

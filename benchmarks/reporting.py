@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from claims import Figures
+from figures import Figures
 
 import milepost as mp
 

@@ -21,64 +21,174 @@ from typing import Any
 
 import claims
 import limits
+import peers
+import processes
 import ranks
 import reporting
 import safetensors
 import torch
-from claims import Figures
+import training
+from figures import COLUMNS, Figures, Verdict, ratios, table
 
 import milepost
 
-
-def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table."""
-    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-    print(f"\n{title}")
-    for row in [columns, ["-" * width for width in widths], *rows]:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
-
-
-def ratios(figures: Figures, limit: str, names: list[str], *, is_rate: bool) -> list[list[str]]:
-    """Return a row a variant: median seconds, spread, ratio to the limit."""
-    rows = []
-    base = figures.median(limit)
-    for name in [limit, *names]:
-        median, (low, high) = figures.median(name), figures.spread(name)
-        ratio = base / median if is_rate else median / base
-        rows.append([name, f"{median:.3f}", f"{low:.3f}-{high:.3f}", f"{ratio:.2f}"])
-    return rows
-
-
-COLUMNS = ["variant", "median s", "spread s", "ratio"]
 Claim = Callable[..., tuple[Figures, int]]
-Measure = Callable[[str, Claim], tuple[Figures, int]]
+
+
+class Measure:
+    """Takes the rounds of a claim in a folder of its own, and keeps what was found.
+
+    Args:
+        folder: A folder on the disk to be measured.
+        rounds: How many rounds.
+    """
+
+    def __init__(self, folder: Path, *, rounds: int) -> None:
+        self._folder = folder
+        self._rounds = rounds
+        self.results: dict[str, Any] = {}
+        self.verdicts: list[Verdict] = []
+
+    def __call__(self, name: str, claim: Claim) -> tuple[Figures, int]:
+        """Return the figures of a claim, and the size of what was saved in bytes."""
+        folder = Path(tempfile.mkdtemp(prefix="milepost-bench-", dir=self._folder))
+        try:
+            before = limits.write_rate(folder, 2**30)
+            figures, size = claim(folder, rounds=self._rounds)
+            after = limits.write_rate(folder, 2**30)
+        finally:
+            shutil.rmtree(folder)
+        print(
+            f"\n[{name}] direct write limit before and after: {before / 1e9:.2f} and "
+            f"{after / 1e9:.2f} GB/s"
+        )
+        self.results[name] = {"bytes": size, "rounds": figures.rounds, "limit": [before, after]}
+        return figures, size
+
+    def at_most(self, claim: str, ours: float, target: float, **peers: float) -> None:
+        """Keep a verdict on a figure that should be small."""
+        self.verdicts.append(Verdict(claim, ours, target, is_ceiling=True, peers=peers))
+
+    def at_least(self, claim: str, ours: float, target: float, **peers: float) -> None:
+        """Keep a verdict on a figure that should be large."""
+        self.verdicts.append(Verdict(claim, ours, target, is_ceiling=False, peers=peers))
 
 
 def measure_saves(measure: Measure) -> None:
     """Measure saves of a large state."""
     figures, size = measure("save", claims.blocking_and_durable)
     rows = ratios(figures, "copy", ["milepost blocking"], is_rate=False)
-    table(f"Blocking time of an async save, {size / 1e9:.2f} GB, times a warm copy", COLUMNS, rows)
-    names = ["milepost", "safetensors", "torch.save", "dcp.save"]
-    rows = ratios(figures, "write limit", names, is_rate=True)
+    table(f"Blocking time of an eager save, {size / 1e9:.2f} GB, times a warm copy", COLUMNS, rows)
+    rows = ratios(figures, "write limit", ["milepost", *peers.SAVES], is_rate=True)
     table("Durable save, share of the direct write rate", COLUMNS, rows)
+    median = figures.median
+    blocking = median("milepost blocking") / median("copy")
+    measure.at_most("eager save blocks / warm copy", blocking, 1.15)
+    limit = median("write limit")
+    others = {name: limit / median(name) for name in peers.SAVES}
+    ours = limit / median("milepost")
+    measure.at_least("durable save / direct write rate", ours, 0.95, **others)
+    dcp, st = median("dcp.save"), median("safetensors")
+    measure.at_least("durable save, times DCP", dcp / median("milepost"), 2.2)
+    measure.at_least("durable save, times safetensors", st / median("milepost"), 1.2)
 
 
 def measure_loads(measure: Measure) -> None:
-    """Measure loads of a large state."""
-    figures, _ = measure("load", claims.cold_load)
-    names = ["milepost", "safetensors", "torch.load", "dcp.load"]
+    """Measure loads of a large state, from the disk and from the page cache."""
+    names = ["milepost", *peers.LOADS]
+    figures, _ = measure("cold load", claims.cold_load)
     rows = ratios(figures, "read limit", names, is_rate=True)
     table("Cold load into live tensors, share of the direct read rate", COLUMNS, rows)
+    limit = figures.median("read limit")
+    share = {name: limit / figures.median(name) for name in names}
+    measure.at_least("cold load / direct read rate", share.pop("milepost"), 0.92, **share)
+    figures, _ = measure("warm load", claims.warm_load)
+    rows = ratios(figures, "copy", names, is_rate=True)
+    table("Load from the page cache into live tensors, share of a memory copy", COLUMNS, rows)
+    limit = figures.median("copy")
+    share = {name: limit / figures.median(name) for name in names}
+    measure.at_least("warm load / memory copy", share.pop("milepost"), 0.85, **share)
 
 
 def measure_small(measure: Measure) -> None:
     """Measure many small tensors."""
     figures, _ = measure("small", claims.many_small)
-    rows = ratios(figures, "dcp.save", ["milepost save"], is_rate=False)
-    table("10,000 tensors of 16 KiB, durable save, times DCP", COLUMNS, rows)
-    rows = ratios(figures, "dcp.load", ["milepost load"], is_rate=False)
-    table("10,000 tensors of 16 KiB, cold load, times DCP", COLUMNS, rows)
+    for what in ("save", "load"):
+        rows = ratios(figures, f"dcp.{what}", [f"milepost {what}"], is_rate=False)
+        title = f"10,000 tensors of 16 KiB, {what}, times DCP"
+        table(title, COLUMNS, rows)
+        ratio = figures.median(f"milepost {what}") / figures.median(f"dcp.{what}")
+        measure.at_most(title, ratio, 0.1)
+
+
+def measure_training(measure: Measure) -> None:
+    """Measure what saves cost a real loop."""
+    figures, size = measure("training", training.cost_of_saves)
+    median, copy = figures.median, figures.median("copy")
+    names = [*training.OURS, *peers.IN_BACKGROUND]
+    rows = []
+    for name in names:
+        low, high = figures.spread(f"{name} added")
+        found = [median(f"{name} {what}") for what in _COSTS]
+        rows.append(
+            [
+                name,
+                f"{found[0]:.3f}",
+                f"{low:.3f}-{high:.3f}",
+                f"{found[0] / copy:.2f}",
+                *(f"{one:.3f}" for one in found[1:4]),
+                *(f"{one:.2f}" for one in found[4:]),
+            ]
+        )
+    step = median("step")
+    table(
+        f"A save in a loop of {step:.2f} s a step, {size / 1e9:.2f} GB, a warm copy {copy:.3f} s",
+        _COLUMNS_OF_COSTS,
+        rows,
+    )
+    others = {name: median(f"{name} added") / copy for name in names[1:]}
+    measure.at_most("added to a loop / warm copy", median("milepost added") / copy, 0.3, **others)
+    measure.at_most("step that overlaps the copy / step", median("milepost first step"), 1.05)
+    ratio = median("milepost durable") / median("milepost alone")
+    others = {
+        name: median(f"{name} durable") / median(f"{name} alone") for name in peers.IN_BACKGROUND
+    }
+    measure.at_most("durable while training / alone", ratio, 1.10, **others)
+    others = {name: 1 / median(f"{name} steps") for name in peers.IN_BACKGROUND}
+    measure.at_least("training speed meanwhile", 1 / median("milepost steps"), 0.97, **others)
+
+
+_COLUMNS_OF_COSTS = (
+    "variant",
+    "added s",
+    "spread s",
+    "/ copy",
+    "blocks s",
+    "durable s",
+    "alone s",
+    "first step",
+    "steps meanwhile",
+)
+_COSTS = ("added", "blocking", "durable", "alone", "first step", "steps")
+
+
+def measure_processes(measure: Measure) -> None:
+    """Measure first saves, memory, pauses, and saves of what is mostly frozen."""
+    figures, size = measure("first save", processes.first_save)
+    rows = ratios(figures, "later", ["first"], is_rate=False)
+    table(f"First save of a process, {size / 1e9:.2f} GB, times later ones", COLUMNS, rows)
+    ratio = figures.median("first") / figures.median("later")
+    measure.at_most("first save blocks / later ones", ratio, 2)
+    figures, _ = measure("memory", processes.memory)
+    measure.at_most("extra memory / state", figures.median("extra"), 1.05)
+    figures, _ = measure("gap", processes.longest_gap)
+    rows = ratios(figures, "nothing", ["milepost", "torch.save in a thread"], is_rate=False)
+    table("Longest pause of the main thread while a save is written", COLUMNS, rows)
+    others = {name: figures.median(name) * 1000 for name in ("nothing", "torch.save in a thread")}
+    longest_ms = figures.median("milepost") * 1000
+    measure.at_most("longest pause of the main thread, ms", longest_ms, 5, **others)
+    figures, _ = measure("frozen", processes.frozen_bytes)
+    measure.at_most("written by a later save, 9/10 frozen", figures.median("written"), 0.11)
 
 
 def measure_ranks(measure: Measure, *, num_ranks: int) -> None:
@@ -140,6 +250,8 @@ CLAIMS: dict[str, Callable[[Measure], None]] = {
     "save": measure_saves,
     "load": measure_loads,
     "small": measure_small,
+    "training": measure_training,
+    "processes": measure_processes,
     "2ranks": partial(measure_ranks, num_ranks=2),
     "4ranks": partial(measure_ranks, num_ranks=4),
     "reports": measure_reports,
@@ -168,27 +280,17 @@ def main() -> None:
         f"torch {torch.__version__}, safetensors {safetensors.__version__}, "
         f"milepost {milepost.__version__}, {options.rounds} rounds"
     )
-    results: dict[str, Any] = {}
-
-    def measure(name: str, claim: Claim) -> tuple[Figures, int]:
-        folder = Path(tempfile.mkdtemp(prefix="milepost-bench-", dir=options.folder))
-        try:
-            before = limits.write_rate(folder, 2**30)
-            figures, size = claim(folder, rounds=options.rounds)
-            after = limits.write_rate(folder, 2**30)
-        finally:
-            shutil.rmtree(folder)
-        print(
-            f"\n[{name}] direct write limit before and after: {before / 1e9:.2f} and "
-            f"{after / 1e9:.2f} GB/s"
-        )
-        results[name] = {"bytes": size, "rounds": figures.rounds, "limit": [before, after]}
-        return figures, size
-
+    if peers.missing():
+        print(f"Not installed, and so not measured: {', '.join(peers.missing())}.")
+    measure = Measure(options.folder, rounds=options.rounds)
     for name in options.only:
         CLAIMS[name](measure)
+    columns = ["claim", "Milepost", "should be", "met", "others"]
+    if measure.verdicts:
+        rows = [verdict.row() for verdict in measure.verdicts]
+        table("All ratios", columns, rows)
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+        options.json.write_text(json.dumps(measure.results, indent=1))
 
 
 if __name__ == "__main__":

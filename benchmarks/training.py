@@ -1,0 +1,192 @@
+"""What a save costs a real training loop: blocks of steps with a save and without one, in turns.
+
+The one honest figure is the time a loop takes longer: it holds the copy, waiting before the
+optimizer changes what is being copied, steps that are slower because something writes, and whatever
+holds the interpreter. A block without a save comes right before each block with one, and both have
+the same number of steps, enough for everything to be durable before the block ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import limits
+import peers
+import torch
+from figures import Figures
+from torch import Tensor, nn
+
+from milepost import Checkpointer
+
+__all__ = ["OURS", "cost_of_saves"]
+
+NUM_LAYERS, WIDTH, NUM_SAMPLES = 7, 2048, 256
+"""29 million weights and two moments of each: 0.35 GB; a step takes many times their copy."""
+
+NUM_STEPS = 10
+OURS: Mapping[str, Mapping[str, Any]] = {
+    "milepost": {},
+}
+"""Settings of Milepost by variant."""
+
+
+class Loop:
+    """A perceptron that learns noise."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for _ in range(NUM_LAYERS):
+            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.inputs = torch.randn(NUM_SAMPLES, WIDTH)
+        self.targets = torch.randn(NUM_SAMPLES, WIDTH)
+
+    def step(self, change: AbstractContextManager[Any]) -> float:
+        """Train one batch, changing the weights within ``change``; return the seconds."""
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        nn.functional.mse_loss(self.model(self.inputs), self.targets).backward()
+        with change:
+            self.optimizer.step()
+        return time.perf_counter() - start
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Return the live tensors: weights and moments."""
+        found: dict[str, Tensor] = {}
+        for name, weight in self.model.named_parameters():
+            found[f"model.{name}"] = weight.data
+            for moment in ("exp_avg", "exp_avg_sq"):
+                found[f"optimizer.{name}.{moment}"] = self.optimizer.state[weight][moment]
+        return found
+
+
+class _Milepost:
+    """Milepost, as one of those that save in the background."""
+
+    def __init__(self, folder: Path, loop: Loop, options: Mapping[str, Any]) -> None:
+        self._run = Checkpointer(
+            folder, model=loop.model, optimizer=loop.optimizer, handle_signals=False, **options
+        )
+        self._run.__enter__()
+        self._count = 0
+        self._pending: Any = None
+
+    def save(self, state: Mapping[str, Tensor], folder: Path) -> None:  # noqa: ARG002 - as theirs
+        self._count += 1
+        self._pending = self._run.save(f"save{self._count}")
+
+    def step(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+
+    def close(self) -> None:
+        self._run.__exit__(None, None, None)
+
+
+@contextmanager
+def _savers(folder: Path, loop: Loop) -> Iterator[dict[str, peers.InBackground]]:
+    found: dict[str, peers.InBackground] = {}
+    try:
+        for number, (name, options) in enumerate(OURS.items()):
+            found[name] = _Milepost(folder / f"run{number}", loop, options)
+        for name, make in peers.IN_BACKGROUND.items():
+            found[name] = make()
+        yield found
+    finally:
+        for saver in found.values():
+            saver.close()
+
+
+def cost_of_saves(folder: Path, *, rounds: int) -> tuple[Figures, int]:
+    """Measure every way to save while training.
+
+    Returns:
+        For each variant the seconds a block takes longer (``added``), that ``save`` itself takes
+        (``blocking``), until all was durable while training went on (``durable``) and without
+        training (``alone``), and how much slower steps were: the first (``first step``), and those
+        during which it was written (``steps``), as ratios to steps without a save.
+    """
+    loop = Loop()
+    for _ in range(3):
+        loop.step(nullcontext())
+    tensors = list(loop.state.values())
+    size = sum(tensor.nbytes for tensor in tensors)
+    pool = limits.warm_pool(tensors)
+    figures = Figures()
+    with _savers(folder, loop) as savers:
+        for index in range(rounds + 1):
+            row = {"copy": limits.copy_seconds(tensors, pool)}
+            for name, saver in savers.items():
+                found = _block_pair(loop, saver, folder)
+                found["alone"] = _until_durable(saver, loop, folder, lambda: None)[1]
+                peers.clear(folder)
+                row.update({f"{name} {what}": value for what, value in found.items()})
+            row["step"] = loop.step(nullcontext())
+            if index:  # the first round warms every variant
+                figures.add_round(row)
+    return figures, size
+
+
+def _block_pair(loop: Loop, saver: peers.InBackground, folder: Path) -> dict[str, float]:
+    plain = [loop.step(nullcontext()) for _ in range(NUM_STEPS)]
+    usual = sorted(plain)[NUM_STEPS // 2]
+    steps: list[tuple[float, float]] = []
+
+    def train() -> None:
+        for _ in range(NUM_STEPS):
+            began = time.perf_counter()
+            steps.append((began, loop.step(saver.step())))
+
+    start = time.perf_counter()
+    blocking, durable, ended = _until_durable(saver, loop, folder, train)
+    peers.clear(folder)
+    meanwhile = [seconds for began, seconds in steps if began < start + durable]
+    return {
+        "added": ended - start - sum(plain),
+        "blocking": blocking,
+        "durable": durable,
+        "first step": steps[0][1] / usual,
+        "steps": sum(meanwhile) / len(meanwhile) / usual,
+    }
+
+
+def _until_durable(
+    saver: peers.InBackground, loop: Loop, folder: Path, meanwhile: Callable[[], None]
+) -> tuple[float, float, float]:
+    """Save, and do something meanwhile.
+
+    Returns:
+        The seconds that ``save`` took, those until all was durable, and when the something ended.
+    """
+    durable: list[float] = []
+    failed: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            saver.wait()
+        except BaseException as error:  # noqa: BLE001 - raised below, in the thread that measures
+            failed.append(error)
+        durable.append(time.perf_counter())
+
+    start = time.perf_counter()
+    saver.save(loop.state, folder)
+    blocking = time.perf_counter() - start
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    meanwhile()
+    ended = time.perf_counter()
+    watcher.join()
+    if failed:
+        raise failed[0]
+    return blocking, durable[0] - start, ended
