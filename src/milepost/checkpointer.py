@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -86,6 +87,8 @@ class Checkpointer:
             share, in seconds.
         rank_check: Of several ranks: how tensors are compared that all of them should have alike:
             ``"sample"``, ``"full"`` for every byte, ``"none"``.
+        local_cache: For a run in an object store: a folder on this machine where copies of the
+            newest two checkpoints are kept, so that a resume here need not download them.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
             ``state_dict`` and ``load_state_dict``, a :class:`Value`, a :class:`PerRank`, a
             :class:`Stage`, or a dict of such.
@@ -115,6 +118,7 @@ class Checkpointer:
         rank_timeout_s: float = 45.0,
         share_timeout_s: float = 1800.0,
         rank_check: RankCheck = "sample",
+        local_cache: str | os.PathLike[str] | None = None,
         **objects: Any,
     ) -> None:
         options = WriterOptions(
@@ -129,6 +133,7 @@ class Checkpointer:
             rank_timeout_s=rank_timeout_s,
             share_timeout_s=share_timeout_s,
             rank_check=rank_check,
+            local_cache=local_cache,
         )
         place = settled(folder)
         self.folder = place if isinstance(place, str) else place.url

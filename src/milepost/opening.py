@@ -11,6 +11,7 @@ on from the same checkpoint, or none does.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -67,6 +68,8 @@ class WriterOptions:
         share_timeout_s: Of several ranks: how long the leader waits for the last one to write its
             share, in seconds.
         rank_check: Of several ranks: ``sample``, ``full`` or ``none``.
+        local_cache: Folder on this machine for copies of the newest checkpoints of a run in an
+            object store; ``None`` keeps none.
     """
 
     resume: Resume = "auto"
@@ -80,6 +83,7 @@ class WriterOptions:
     rank_timeout_s: float = 45.0
     share_timeout_s: float = 1800.0
     rank_check: RankCheck = "sample"
+    local_cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         _require("resume", self.resume, ("never", "auto", "must"))
@@ -127,6 +131,7 @@ class Opening:
         options: How a session treats its run.
         team: The ranks.
         manifests: Remembers what is read of the run.
+        source: Where checkpoints are restored from, if not from ``store``: the same with copies.
     """
 
     def __init__(
@@ -136,8 +141,11 @@ class Opening:
         options: WriterOptions,
         team: Team,
         manifests: ManifestCache,
+        *,
+        source: Store | None = None,
     ) -> None:
         self.store = store
+        self._source = source or store
         self.options = options
         self._base = base
         self._team = team
@@ -350,7 +358,7 @@ class Opening:
         return ""
 
     def _checkpoint(self, chosen: dict[str, Any]) -> Checkpoint:
-        return Checkpoint(self.store, chosen["name"], state=State(chosen["state"]))
+        return Checkpoint(self._source, chosen["name"], state=State(chosen["state"]))
 
     def _report_passed_over(self, passed_over: list[str], used: str) -> None:
         if passed_over:

@@ -163,7 +163,7 @@ class Resumption:
         Raises:
             MissingError: There is none.
         """
-        run = self._writer.run
+        run = self._writer.source
         if source is None:
             latest = run.latest()
             if latest is None:

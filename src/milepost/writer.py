@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from .checkpoint import Checkpoint, Run
+from .copies.cached import CachedStore
+from .copies.kept import KeptCopies, check_remote
 from .engine.pending import PendingSave
 from .engine.save import Saver, SaveRequest
 from .errors import CheckpointError, FencedError, InUseError, SaveFailedError, UsageError
@@ -63,6 +65,10 @@ class RunWriter:
         is_hidden = options.save_format == "torch"
         self._visible = VisibleFiles(self._base)
         self.store: Store = PrefixStore(self._base, HIDDEN) if is_hidden else self._base
+        self._cached: CachedStore | None = None
+        if options.local_cache is not None:
+            check_remote(self.store)
+            self._cached = CachedStore(self.store, KeptCopies(options.local_cache))
         self.session: Session | None = None
         self.resumed_from: str | None = None
         self.notes: list[str] = []
@@ -76,6 +82,11 @@ class RunWriter:
     def run(self) -> Run:
         """Return a fresh handle on the run."""
         return Run(self.store)
+
+    @property
+    def source(self) -> Run:
+        """Return a handle on the run whose checkpoints are read from copies where there are any."""
+        return self.run if self._cached is None else Run(self._cached)
 
     def meet(self, tell: Callable[..., None]) -> None:
         """Have this rank and the others tell each other something; on an error leave them.
@@ -117,7 +128,14 @@ class RunWriter:
             DamagedError: It holds checkpoints, and none of them is whole.
             MismatchError: The newest one does not fit the live objects.
         """
-        opening = Opening(self._base, self.store, self.options, self.team, self._manifests)
+        opening = Opening(
+            self._base,
+            self.store,
+            self.options,
+            self.team,
+            self._manifests,
+            source=self._cached,
+        )
         try:
             opened = opening.open(restore, check=check, origin=origin)
         except BaseException:
@@ -125,8 +143,11 @@ class RunWriter:
             raise
         self.session, self.resumed_from = opened.session, opened.resumed_from
         self.notes += opened.notes
+        if self._cached is not None:
+            self._cached.begin(self.session.run_id)
+            self._tell_source(self._cached)
         self._saver = Saver(
-            self.store,
+            self._cached or self.store,
             self.session,
             layout=self.options.save_format,
             compression=check_compression(self.options.save_compression, self.options.save_format),
@@ -148,7 +169,19 @@ class RunWriter:
         if not self._unsettled:
             unwatch(self._unsettled)
             self._leave()
+            if self._cached is not None:
+                self._cached.close()
         self._saver = None  # it refers back to us, and holds memory of the size of the state
+
+    def _tell_source(self, cached: CachedStore) -> None:
+        if self.resumed_from is not None:
+            _log.info(
+                "Of %s %.1f MB were read from copies on this machine, and %.1f MB from %s.",
+                self.resumed_from,
+                cached.local_bytes / 1e6,
+                cached.remote_bytes / 1e6,
+                self.store.url,
+            )
 
     def _leave(self) -> None:
         self.team.leave(timeout_s=min(_LEAVE_TIMEOUT_S, self.options.rank_timeout_s))
@@ -236,6 +269,8 @@ class RunWriter:
             self.store, manifest.name, state=State.COMMITTED, stats=manifest.stats
         )
         self._manifests.forget(manifest.name)
+        if self._cached is not None:
+            self._cached.keep(manifest)
         if self.team.rank != 0:
             return checkpoint
         if "/" not in manifest.name:

@@ -37,12 +37,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import CheckpointError, DeadlineError, UsageError, storage_error
+from ..errors import CheckpointError, DeadlineError, storage_error
 from ..format.layout import MANIFEST
 from ..format.manifest import Manifest
 from ..stores.base import Store
 from ..stores.local import LocalStore
 from .locks import Waiting, leads_to, open_folder, release, try_lock
+from .private import private_folder
 from .transfer import FileCopy, copy_files
 
 __all__ = ["CACHE_VARIABLE", "STALL_TIMEOUT_S", "cache_folder", "shared_copy"]
@@ -111,19 +112,10 @@ def cache_folder() -> Path:
     """
     named = os.environ.get(CACHE_VARIABLE)
     parent = Path(named).expanduser() if named else Path(tempfile.gettempdir())
-    folder = parent.absolute() / f"milepost-copies-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-    except OSError as error:
-        raise storage_error(error, operation="create", path=str(folder)) from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022 or folder.is_symlink():
-        raise UsageError(
-            f"{folder} is not this user's alone: others could change what is read from it.",
-            hint=f"Remove it, or name another folder in the environment variable {CACHE_VARIABLE}.",
-            path=str(folder),
-        )
-    return folder
+    return private_folder(
+        parent.absolute() / f"milepost-copies-{os.getuid()}",
+        elsewhere=f"in the environment variable {CACHE_VARIABLE}",
+    )
 
 
 class _Copy:

@@ -125,6 +125,8 @@ class Session:
         grace_s: float,
         run_options: Mapping[str, Any],
     ) -> None:
+        if folder is None and run_options.get("local_cache") is not None:
+            raise UsageError("local_cache= needs a save_folder in an object store.")
         self._state = state
         self._loader = loader
         self._metrics = metrics

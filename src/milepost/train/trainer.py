@@ -94,6 +94,8 @@ class Trainer:
         keep: Which checkpoints to keep: a policy such as ``KeepLast(3)``, or several; empty: all.
         on_save_error: ``"raise"`` or ``"warn"``, when a save fails in the background.
         max_failed_saves: With ``"warn"``: how many saves in a row may fail.
+        local_cache: For a ``save_folder`` in an object store: a folder on this machine where copies
+            of the newest two checkpoints are kept, so that a resume here need not download them.
         grace_s: Seconds within which the state must be safe after SIGTERM or SIGUSR1.
         resume: ``"never"``; ``"auto"``: from the newest checkpoint of the run, if there is one;
             ``"must"``: an error if there is none.
@@ -154,6 +156,7 @@ class Trainer:
         keep: KeepPolicy | Sequence[KeepPolicy] | None = (),
         on_save_error: Literal["raise", "warn"] = "raise",
         max_failed_saves: int = 3,
+        local_cache: str | os.PathLike[str] | None = None,
         grace_s: float = 30.0,
         resume: Literal["never", "auto", "must"] = "never",
         load_path_format: Place | None = None,
@@ -228,6 +231,7 @@ class Trainer:
                 "save_name_format": save_name_format,
                 "on_save_error": on_save_error,
                 "max_failed_saves": max_failed_saves,
+                "local_cache": local_cache,
                 "rank_timeout_s": rank_timeout_s,
             },
         )
