@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from ..format.digest import BLOCK_BYTES, block_count, crc32c
 from ..format.manifest import FileEntry
-from ..stores.base import Store, Writer
+from ..stores.base import LastingWriter, Store, Writer
 
 __all__ = ["FileJob", "Job", "WriteCost", "file_job", "write_files"]
 
@@ -45,6 +45,10 @@ class Job(Protocol):
     def blocks(self) -> Sequence[memoryview]:
         """Return its blocks; see :class:`FileJob`."""
 
+    @property
+    def is_lasting(self) -> bool:
+        """Return whether blocks stay as they are until the file is closed or dropped."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileJob:
@@ -55,11 +59,13 @@ class FileJob:
         path: Its path in the checkpoint's folder.
         blocks: Its bytes in blocks of ``digest.BLOCK_BYTES``, the last one shorter; each page
             aligned and readable up to the next page border.
+        is_lasting: Whether the blocks stay as they are until the file is closed or dropped.
     """
 
     key: str
     path: str
     blocks: Sequence[memoryview]
+    is_lasting: bool = field(default=False, kw_only=True)
 
     @property
     def size_bytes(self) -> int:
@@ -79,9 +85,10 @@ class WriteCost:
 
 
 def file_job(key: str, path: str, data: memoryview) -> FileJob:
-    """Return the job of writing one contiguous range of memory."""
+    """Return the job of writing one contiguous range of memory, which stays as it is meanwhile."""
     starts = range(0, len(data), BLOCK_BYTES)
-    return FileJob(key, path, [data[start : start + BLOCK_BYTES] for start in starts])
+    blocks = [data[start : start + BLOCK_BYTES] for start in starts]
+    return FileJob(key, path, blocks, is_lasting=True)
 
 
 def write_files(
@@ -167,9 +174,13 @@ class _Pipeline:
                 self._error = self._error or error
 
     def _write(self, index: int, block: int) -> None:
-        data = self._jobs[index].blocks[block]
+        job, writer = self._jobs[index], self._writers[index]
+        data = job.blocks[block]
         self._crcs[index][block] = crc32c(data)
-        self._writers[index].write_at(block * BLOCK_BYTES, data)
+        if job.is_lasting and isinstance(writer, LastingWriter):
+            writer.refer_at(block * BLOCK_BYTES, data)
+        else:
+            writer.write_at(block * BLOCK_BYTES, data)
         with self._lock:
             self._left[index] -= 1
             is_last = self._left[index] == 0

@@ -168,6 +168,7 @@ class _Job:
     path: str
     size_bytes: int
     blocks: Sequence[memoryview]
+    is_lasting: bool = False
 
 
 class _Buffers(threading.local):

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Entry", "Reader", "Store", "Traits", "Writer"]
+__all__ = ["Entry", "LastingWriter", "Reader", "Store", "Traits", "Writer"]
 
 Names = list[str]
 """Folder names. Inside a class with a method called ``list`` the type needs another name."""
@@ -75,6 +75,17 @@ class Writer(Protocol):
 
     def abort(self) -> None:
         """Drop what was written. Never raises; safe to call twice and after ``close``."""
+
+
+@runtime_checkable
+class LastingWriter(Protocol):
+    """What a writer may be able to do besides: send memory from where it is, without a copy."""
+
+    def refer_at(self, offset: int, data: memoryview) -> None:
+        """Write ``data`` at ``offset`` as ``write_at`` does, and return before it was sent.
+
+        ``data`` must stay as it is until ``close`` or ``abort`` has returned.
+        """
 
 
 class Reader(Protocol):

@@ -271,7 +271,8 @@ class CloudStore:
     def upload(self, key: str, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
         """Upload an object in several pieces; one of that name is replaced."""
         self._check(key)
-        piece_bytes = max(BLOCK_BYTES, -(-size_bytes // _MAX_PIECES))
+        # Whole blocks, so that the client sends each from where it is.
+        piece_bytes = BLOCK_BYTES * max(1, -(-size_bytes // (BLOCK_BYTES * _MAX_PIECES)))
         with self._typed("upload", key):
             obstore.put(
                 self._store,

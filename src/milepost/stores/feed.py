@@ -1,21 +1,40 @@
 """Blocks from several threads, in the order in which an upload takes them.
 
 An upload reads from one end to the other; the threads of the engine bring blocks nearly in order.
-Whoever brings the next block hands it over and waits until it was copied, so that no more than a
-block for each thread is held here. Whoever is early waits for a moment, and then leaves a copy:
-threads that wait for each other would wait for ever.
+A block that stays as it is until the upload has ended is referred to, and its thread goes on at
+once. Any other is copied when the upload asks for it: whoever brings it waits for that, and whoever
+is early for his turn, so that no more than a block for each thread is held here. Only if nobody
+brings the block whose turn it is, a copy is left: threads that wait for each other would wait for
+ever.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
 from ..errors import DeadlineError, StorageError, UsageError
+from ..format.digest import BLOCK_BYTES
+from .lent import LentBlocks
 
 __all__ = ["BlockFeed"]
 
 _EARLY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Bytes that were brought.
+
+    Attributes:
+        data: They.
+        is_lasting: Whether they stay as they are until the upload has ended.
+    """
+
+    data: memoryview
+    is_lasting: bool
 
 
 class BlockFeed:
@@ -33,12 +52,17 @@ class BlockFeed:
         self._timeout_s = timeout_s
         self._state = threading.Condition()
         self._next = 0
-        self._early: dict[int, memoryview | bytes] = {}
+        self._brought: dict[int, _Block] = {}
         self._error: BaseException | None = None
         self._is_stopped = False
 
-    def put(self, offset: int, data: memoryview) -> None:
-        """Hand over a block; return when it was taken, or a copy was left.
+    def put(self, offset: int, data: memoryview, *, is_lasting: bool = False) -> None:
+        """Hand over a block; return when it is not needed any more, or at once if it lasts.
+
+        Args:
+            offset: Where it belongs.
+            data: Its bytes.
+            is_lasting: Whether they stay as they are until the upload has ended.
 
         Raises:
             UsageError: The block does not belong to the object.
@@ -48,56 +72,49 @@ class BlockFeed:
         if data.nbytes == 0:
             return
         with self._state:
-            if self._is_stopped or not self._next <= offset <= self._size_bytes - data.nbytes:
+            is_ours = self._next <= offset <= self._size_bytes - data.nbytes
+            if self._is_stopped or not is_ours or offset in self._brought:
                 self._raise_error()
                 raise UsageError(
                     f"{self._key}: a block was written past the end, twice or after closing."
                 )
-            if offset != self._next:
-                self._state.wait_for(lambda: self._next == offset or self._is_over(), _EARLY_S)
+            is_copy = False
+            if not is_lasting:
+                self._wait_for_turn(offset)
+                is_copy = offset != self._next
             self._raise_error()
-            is_copy = offset != self._next
-            self._early[offset] = bytes(data) if is_copy else data
+            is_kept = is_lasting or is_copy
+            self._brought[offset] = _Block(memoryview(bytes(data)) if is_copy else data, is_kept)
             self._state.notify_all()
-            if is_copy:
-                return
-            taken = self._state.wait_for(
-                lambda: self._next > offset or self._is_over(), self._timeout_s
-            )
-            self._raise_error()
-            if not taken:
-                self._early.pop(offset, None)
-                raise DeadlineError(
-                    f"The upload of {self._key} took no block for {self._timeout_s:g} s.",
-                    safe="Nothing of it is visible; earlier checkpoints are intact.",
-                    hint="The place is too slow or does not answer.",
-                    path=self._key,
-                )
+            if not is_kept:
+                self._wait_until_taken(offset)
 
-    def __iter__(self) -> Iterator[bytes]:
-        """Yield copies of the blocks in order, until all of the object was given.
+    def __iter__(self) -> Iterator[memoryview]:
+        """Yield the blocks in order, until all of the object was given.
 
         Raises:
             StorageError: The feed was stopped, or a block did not come in time.
         """
+        copies = LentBlocks(BLOCK_BYTES)
         while True:
             with self._state:
                 if self._next == self._size_bytes:
                     return
                 came = self._state.wait_for(
-                    lambda: self._next in self._early or self._is_over(), self._timeout_s
+                    lambda: self._next in self._brought or self._is_over(), self._timeout_s
                 )
-                if self._is_over():
-                    raise StorageError(
-                        f"The upload of {self._key} was given up.", operation="upload"
-                    )
+                self._check_going_on()
                 if not came:
                     raise DeadlineError(
                         f"No block of {self._key} came for {self._timeout_s:g} s.", path=self._key
                     )
-                # A copy: clients hold what they are given until it has been sent, which may be long
-                # after they have asked for the next, and by then the block is its thread's again.
-                piece = bytes(self._early.pop(self._next))
+                block = self._brought[self._next]
+            # A copy: clients hold what they are given until it has been sent, which may be long
+            # after they have asked for the next, and by then the block is its thread's again.
+            piece = block.data if block.is_lasting else copies.copy(block.data)
+            with self._state:
+                self._check_going_on()  # else its thread may have filled it anew meanwhile
+                del self._brought[self._next]
                 self._next += len(piece)
                 self._state.notify_all()
             yield piece
@@ -116,9 +133,58 @@ class BlockFeed:
 
     @property
     def missing_bytes(self) -> int:
-        """Return how much has not been brought yet. A copy that was left counts as brought."""
+        """Return how much has not been brought yet."""
         with self._state:
-            return self._size_bytes - self._next - sum(len(one) for one in self._early.values())
+            brought_bytes = sum(len(block.data) for block in self._brought.values())
+            return self._size_bytes - self._next - brought_bytes
+
+    def wait_until_sent(self) -> None:
+        """Return when the upload has taken the last block, or has ended.
+
+        Raises:
+            DeadlineError: It took none for too long.
+        """
+        with self._state:
+            while self._next < self._size_bytes and not self._is_over():
+                if not self._state.wait_for(partial(self._went_on, self._next), self._timeout_s):
+                    raise self._too_slow()
+
+    def _wait_for_turn(self, offset: int) -> None:
+        """Return when a block is the next one, or nobody brings the one that is."""
+        while self._next != offset and not self._is_over():
+            if self._next in self._brought:
+                if not self._state.wait_for(partial(self._went_on, self._next), self._timeout_s):
+                    raise self._too_slow()
+            elif not self._state.wait_for(partial(self._has_or_past, self._next), _EARLY_S):
+                return
+
+    def _went_on(self, at: int) -> bool:
+        return self._next != at or self._is_over()
+
+    def _has_or_past(self, at: int) -> bool:
+        return at in self._brought or self._went_on(at)
+
+    def _wait_until_taken(self, offset: int) -> None:
+        taken = self._state.wait_for(
+            lambda: self._next > offset or self._is_over(), self._timeout_s
+        )
+        self._raise_error()
+        if not taken:
+            self._is_stopped = True  # it may be being copied at this moment
+            self._state.notify_all()
+            raise self._too_slow()
+
+    def _too_slow(self) -> DeadlineError:
+        return DeadlineError(
+            f"The upload of {self._key} took no block for {self._timeout_s:g} s.",
+            safe="Nothing of it is visible; earlier checkpoints are intact.",
+            hint="The place is too slow or does not answer.",
+            path=self._key,
+        )
+
+    def _check_going_on(self) -> None:
+        if self._is_over():
+            raise StorageError(f"The upload of {self._key} was given up.", operation="upload")
 
     def _is_over(self) -> bool:
         return self._is_stopped or self._error is not None

@@ -55,10 +55,17 @@ class FeedWriter:
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset``."""
+        self._write(offset, data, is_lasting=False)
+
+    def refer_at(self, offset: int, data: memoryview) -> None:
+        """Write ``data``, which stays as it is, at ``offset``. See ``base.LastingWriter``."""
+        self._write(offset, data, is_lasting=True)
+
+    def _write(self, offset: int, data: memoryview, *, is_lasting: bool) -> None:
         view = data.cast("B") if data.format != "B" or data.ndim != 1 else data
         if self._size_bytes > BLOCK_BYTES:
             self._start()
-            self._feed.put(offset, view)
+            self._feed.put(offset, view, is_lasting=is_lasting)
             return
         with self._lock:
             is_next = offset == len(self._small) and offset + len(view) <= self._size_bytes
@@ -83,6 +90,11 @@ class FeedWriter:
             self._drop()
             self._check_complete(self._feed.missing_bytes)
         assert thread is not None
+        try:
+            self._feed.wait_until_sent()
+        except DeadlineError:
+            self._drop()
+            raise
         thread.join(self._timeout_s)
         if thread.is_alive():
             self._drop()
