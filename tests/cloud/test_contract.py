@@ -65,3 +65,24 @@ def test_a_place_that_replaces_is_found_out_and_said(
         assert store.traits.exclusive_create is server.is_exclusive
         assert len(warned) == (not server.is_exclusive)
         assert [entry.key for entry in store.list()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "said", "expected"),
+    [
+        ("https://example.test", {}, True),
+        ("", {}, True),
+        ("http://127.0.0.1:9", {}, False),
+        ("https://example.test", {"aws_unsigned_payload": False}, False),
+        ("http://127.0.0.1:9", {"unsigned_payload": True}, True),
+    ],
+)
+def test_bodies_are_hashed_where_the_connection_does_not(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, said: dict[str, bool], expected: bool
+) -> None:
+    """TLS has a checksum; over plain HTTP only the signature says that bytes came as they went."""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_UNSIGNED_PAYLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    options = {"endpoint": endpoint} if endpoint else {}
+    store = CloudStore("s3://runs/a", config={"region": "us-east-1", **options, **said})
+    assert (store._store.config.get("unsigned_payload") in (True, "true")) is expected  # type: ignore[union-attr]
