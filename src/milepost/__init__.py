@@ -73,6 +73,9 @@ if TYPE_CHECKING:
         State,
         Trainer,
     )
+    from .transfers.one import copy_checkpoint
+    from .transfers.reports import CopyReport, SyncReport
+    from .transfers.whole import sync_run
     from .validation.config import ValidationConfig, ValidationTaskConfig
 
 __all__ = [
@@ -85,6 +88,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointUploadMode",
     "Checkpointer",
+    "CopyReport",
     "DamagedError",
     "DataSpec",
     "DeadlineError",
@@ -129,6 +133,7 @@ __all__ = [
     "Stage",
     "State",
     "StorageError",
+    "SyncReport",
     "Time",
     "TimeUnit",
     "Timer",
@@ -141,6 +146,7 @@ __all__ = [
     "Value",
     "__version__",
     "consolidate",
+    "copy_checkpoint",
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
@@ -150,6 +156,7 @@ __all__ = [
     "open_store",
     "register_codec",
     "report",
+    "sync_run",
 ]
 
 _NAMES_OF_MODULES = {
@@ -172,6 +179,9 @@ _NAMES_OF_MODULES = {
     "runs.keep": "KeepAll KeepBest KeepEvery KeepLast KeepWithin",
     "state.report": "LoadReport",
     "stores": "ObjectStoreProvider ObjectStoreProviderHparams open_store",
+    "transfers.one": "copy_checkpoint",
+    "transfers.reports": "CopyReport SyncReport",
+    "transfers.whole": "sync_run",
     "validation.config": "ValidationConfig ValidationTaskConfig",
     "train": "Algorithm Callback DataSpec Evaluator Event Precision State Trainer",
 }

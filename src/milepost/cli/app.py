@@ -12,7 +12,21 @@ from typer.core import TyperGroup
 
 from ..errors import CheckpointError
 from ..version import __version__
-from .commands import consolidate, diff, doctor, export, imports, ls, pin, prune, run, show, verify
+from .commands import (
+    consolidate,
+    cp,
+    diff,
+    doctor,
+    export,
+    imports,
+    ls,
+    pin,
+    prune,
+    run,
+    show,
+    sync,
+    verify,
+)
 from .exits import CODES_TEXT, Exit, exit_of, tell
 
 __all__ = ["app", "main"]
@@ -67,6 +81,8 @@ app.command("diff")(diff.diff)
 app.command("prune")(prune.prune)
 app.command("pin")(pin.pin)
 app.command("unpin")(pin.unpin)
+app.command("cp")(cp.cp)
+app.command("sync")(sync.sync)
 app.command("export")(export.export)
 app.command("consolidate")(consolidate.consolidate)
 app.command("import")(imports.import_)

@@ -3,25 +3,37 @@
 A block is compared with its checksum before it is written, so that no file of the copy ever holds
 bytes that the commit does not vouch for. Files are opened as their first block comes up and closed
 after their last, so that a checkpoint of a thousand files needs no thousand descriptors.
+
+A store that takes a file from one end to the other holds what comes early. So no thread begins a
+block that is far ahead of the first one of its file that is still under way: a single read that
+takes long then makes the others wait, instead of filling the memory.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from ..errors import CheckpointError, DamagedError
+from ..errors import CheckpointError, DamagedError, DeadlineError
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.manifest import FileEntry
 from ..stores.base import Reader, Store, Writer
 from ..stores.pages import page_memory
 
-__all__ = ["FileCopy", "copy_files"]
+__all__ = ["FileCopy", "Progress", "copy_files"]
 
 NUM_THREADS = 4
+Progress = Callable[[int], None]
+
+_WINDOW_BLOCKS = 8
+"""How far a thread may run ahead of the first block of a file that is under way."""
+
+_STALL_S = 1800.0
+"""Longer than any store tries one request."""
+
 _log = logging.getLogger("milepost")
 
 
@@ -43,16 +55,31 @@ class FileCopy:
 
 
 def copy_files(
-    source: Store, target: Store, files: Sequence[FileCopy], *, num_threads: int = NUM_THREADS
+    source: Store,
+    target: Store,
+    files: Sequence[FileCopy],
+    *,
+    num_threads: int = NUM_THREADS,
+    keep_whole: bool = False,
+    progress: Progress | None = None,
 ) -> None:
     """Copy files durably. On an error every file that was begun is gone from the target.
+
+    Args:
+        source: Where from.
+        target: Where to.
+        files: The files.
+        num_threads: How many blocks are under way at once.
+        keep_whole: Whether files that are whole stay in the target after an error, for the caller
+            to go on from.
+        progress: Called with the bytes of each block, by any of the threads.
 
     Raises:
         MissingError: A file is not in the source.
         DamagedError: A size or a checksum does not match.
         ExistsError: A file is in the target already.
     """
-    _Transfer(source, target, files).run(num_threads)
+    _Transfer(source, target, files, keep_whole=keep_whole, progress=progress).run(num_threads)
 
 
 class _Open:
@@ -63,13 +90,26 @@ class _Open:
         self.reader: Reader | None = None
         self.writer: Writer | None = None
         self.num_left = num_blocks
+        self.first = 0  # of the blocks that are not copied yet
+        self.ahead: set[int] = set()
 
 
 class _Transfer:
-    def __init__(self, source: Store, target: Store, files: Sequence[FileCopy]) -> None:
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        files: Sequence[FileCopy],
+        *,
+        keep_whole: bool,
+        progress: Progress | None,
+    ) -> None:
         self._source = source
         self._target = target
         self._files = files
+        self._keep_whole = keep_whole
+        self._progress = progress or (lambda _: None)
+        self._moved = threading.Condition()
         self._open = [_Open(max(1, -(-one.size_bytes // BLOCK_BYTES))) for one in files]
         self._queue: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._lock = threading.Lock()
@@ -106,9 +146,13 @@ class _Transfer:
         except BaseException as error:  # noqa: BLE001 - handed to run(), which raises it
             with self._lock:
                 self._error = self._error or error
+            with self._moved:
+                self._moved.notify_all()
 
     def _copy(self, number: int, block: int, memory: memoryview) -> None:
         file, state = self._files[number], self._open[number]
+        if not self._wait_for_turn(file, state, block):
+            return
         reader, writer = self._begin(file, state)
         start = block * BLOCK_BYTES
         data = memory[: min(BLOCK_BYTES, file.size_bytes - start)]
@@ -124,6 +168,30 @@ class _Transfer:
             writer.close()
             reader.close()
             state.reader = None
+            state.writer = None if self._keep_whole else writer
+        self._move_on(state, block)
+        self._progress(len(data))
+
+    def _wait_for_turn(self, file: FileCopy, state: _Open, block: int) -> bool:
+        """Wait until a block is near enough; return ``False`` if another thread has failed."""
+        with self._moved:
+            near = self._moved.wait_for(
+                lambda: block < state.first + _WINDOW_BLOCKS or self._error is not None, _STALL_S
+            )
+        if not near:
+            raise DeadlineError(
+                f"Block {state.first} of {file.key} did not come within {_STALL_S:g} s.",
+                path=file.key,
+            )
+        return self._error is None
+
+    def _move_on(self, state: _Open, block: int) -> None:
+        with self._moved:
+            state.ahead.add(block)
+            while state.first in state.ahead:
+                state.ahead.remove(state.first)
+                state.first += 1
+            self._moved.notify_all()
 
     def _begin(self, file: FileCopy, state: _Open) -> tuple[Reader, Writer]:
         with state.lock:
@@ -140,7 +208,8 @@ class _Transfer:
                 state.reader.close()
             if state.writer is not None:
                 state.writer.abort()
-                self._delete(file.new_key)
+                if not self._keep_whole:
+                    self._delete(file.new_key)
 
     def _delete(self, key: str) -> None:
         try:

@@ -8,7 +8,7 @@ single flipped bit and names the file, the block and the tensors that it lies in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,11 +27,13 @@ from .folders import file_key, is_diagnostic
 from .manifests import read_manifest
 from .scan import Found, RunView, State
 
-__all__ = ["Level", "Problem", "VerifyReport", "newest_good", "verify"]
+__all__ = ["Level", "Problem", "VerifyReport", "newest_good", "verify", "verify_files"]
 
 _NUM_THREADS = 2
 _MAX_SMALL_BYTES = 64 * 1024 * 1024
 _MAX_NAMED_TENSORS = 20
+
+Progress = Callable[[int], None]
 
 
 class Level(str, Enum):
@@ -87,13 +89,20 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(store: Store, name: str, level: Level | str = Level.QUICK) -> VerifyReport:
+def verify(
+    store: Store,
+    name: str,
+    level: Level | str = Level.QUICK,
+    *,
+    progress: Progress | None = None,
+) -> VerifyReport:
     """Look whether a checkpoint is whole.
 
     Args:
         store: The run's store.
         name: The checkpoint's folder; ``""`` if the store stands in it.
         level: ``quick`` or ``full``.
+        progress: Called with the bytes of each block that was compared, by several threads.
 
     Raises:
         MissingError: There is no commit in the folder, or there is none any more.
@@ -122,7 +131,7 @@ def verify(store: Store, name: str, level: Level | str = Level.QUICK) -> VerifyR
             problems += _check_lightly(store, name, entry, manifest)
             checked_bytes += entry.size_bytes * _is_small_json(entry)
     if level is Level.FULL:
-        problems += _check_blocks(store, name, sound, manifest)
+        problems += verify_files(store, name, manifest, sound, progress=progress)
         checked_bytes = sum(entry.size_bytes for entry in sound)
     if problems:
         _refuse_deleted(store, name)
@@ -243,17 +252,33 @@ def _pages(size_bytes: int) -> memoryview:
     return memoryview(page_memory(size_bytes))[:size_bytes]
 
 
-def _check_blocks(
-    store: Store, name: str, entries: list[FileEntry], manifest: Manifest
+def verify_files(
+    store: Store,
+    name: str,
+    manifest: Manifest,
+    entries: Sequence[FileEntry],
+    *,
+    progress: Progress | None = None,
 ) -> list[Problem]:
-    """Compare every block of the files with its checksum, several at a time."""
+    """Compare every block of some files of a checkpoint with its checksum, several at a time.
+
+    Args:
+        store: The run's store.
+        name: The checkpoint's folder; ``""`` if the store stands in it.
+        manifest: Its commit, which need not be in the store.
+        entries: The files; each has its right size.
+        progress: Called with the bytes of each block that was compared, by several threads.
+    """
+    if not entries:
+        return []
     problems: list[Problem] = []
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(_NUM_THREADS):
         buffers.put(_pages(BLOCK_BYTES))
+    note = progress or (lambda _: None)
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="milepost-verify") as pool:
         for entry in entries:
-            problems += _check_file(store, name, entry, manifest, pool, buffers)
+            problems += _check_file(store, name, entry, manifest, pool, buffers, note)
     return problems
 
 
@@ -264,6 +289,7 @@ def _check_file(
     manifest: Manifest,
     pool: ThreadPoolExecutor,
     buffers: SimpleQueue[memoryview],
+    note: Progress,
 ) -> list[Problem]:
     try:
         reader = store.open_reader(file_key(name, entry.path))
@@ -277,7 +303,9 @@ def _check_file(
         try:
             view = pages[: min(BLOCK_BYTES, entry.size_bytes - offset)]
             reader.read_into(offset, view)
-            return block, crc32c(view)
+            found = crc32c(view)
+            note(view.nbytes)
+            return block, found
         except (FormatError, StorageError) as error:
             raise_unreachable(store, error)
             return block, error

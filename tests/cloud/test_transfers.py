@@ -1,0 +1,107 @@
+"""Checkpoints and runs between folders and buckets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import milepost as mp
+from milepost.checkpoint import open_checkpoint
+from milepost.cli.app import app
+from milepost.runs import ensure_run, open_session, record_origin
+from milepost.stores import open_store
+
+from .conftest import KEY, SECRET
+
+pytestmark = pytest.mark.cloud
+
+
+@pytest.fixture
+def place(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """An address of its own; credentials are in the environment."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    return f"s3://runs/{tmp_path.name}"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three checkpoints, of which most is frozen, of more than a block."""
+    frozen = torch.nn.Linear(1500, 1500)
+    frozen.requires_grad_(False)
+    model = torch.nn.Sequential(frozen, torch.nn.Linear(1500, 100))
+    with mp.Checkpointer(tmp_path / "run", model=model) as made:
+        for name in ("a", "b", "c"):
+            torch.nn.init.normal_(model[1].weight)
+            made.save(name, wait=True)
+    return tmp_path / "run"
+
+
+def call(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def names(place: str | Path) -> list[str]:
+    return [one.name for one in mp.open_run(place).checkpoints()]
+
+
+def test_a_run_goes_up_across_and_down_again(run: Path, place: str, tmp_path: Path) -> None:
+    """Shared files are sent once; in one bucket nothing is; the last copy equals the first."""
+    up = mp.sync_run(run, f"{place}/up", verify=True)
+    assert not up.errors
+    size_bytes = sum(one.manifest.size_bytes for one in mp.open_run(run).checkpoints())
+    assert up.verified_bytes == size_bytes
+    assert all(one.shared_bytes > 8_000_000 for one in up.copied[1:])
+    across = mp.sync_run(f"{place}/up", f"{place}/across")
+    assert [one.name for one in across.copied] == ["c", "b", "a"]
+    assert sum(one.sent_bytes for one in across.copied) == 0
+    down = mp.sync_run(f"{place}/across", tmp_path / "down", verify=True)
+    assert not down.errors
+    for name in ("a", "b", "c"):
+        for path in sorted((run / name).iterdir()):
+            if path.name != "attempt.json":
+                assert (tmp_path / "down" / name / path.name).read_bytes() == path.read_bytes()
+    frozen = [tmp_path / "down" / name / "model-frozen.safetensors" for name in ("a", "b", "c")]
+    assert len({path.stat().st_ino for path in frozen}) == 1
+    assert mp.sync_run(run, f"{place}/across").present == ("c", "b", "a")
+
+
+def test_a_checkpoint_goes_up_across_and_down_again(run: Path, place: str, tmp_path: Path) -> None:
+    """By the command line, with its exit codes."""
+    call("cp", run / "b", f"{place}/one", "--verify")
+    across = json.loads(call("cp", f"{place}/one", f"{place}/two", "--json"))
+    assert across["shared_bytes"]
+    assert not across["sent_bytes"]
+    assert "already" in call("cp", run / "b", f"{place}/two")
+    call("cp", run / "a", f"{place}/two", code=2)
+    call("cp", f"{place}/two", tmp_path / "back")
+    assert open_checkpoint(tmp_path / "back").verify().is_good
+    assert "good" in call("verify", f"{place}/two")
+    open_store(f"{place}/two").put("model.safetensors", b"?")
+    call("cp", f"{place}/two", tmp_path / "other", code=1)
+    assert not (tmp_path / "other" / "manifest.json").exists()
+
+
+def test_a_mirror_follows_a_run_that_prunes_itself(run: Path, place: str) -> None:
+    """By the command line, as a timer would call it."""
+    call("sync", run, place)
+    call("pin", f"{place}/a")
+    call("prune", run, "--keep-last", "1", "--yes")
+    call("sync", run, place)
+    assert names(place) == ["a", "b", "c"]
+    call("sync", run, place, "--delete")
+    assert names(place) == ["a", "c"]
+    call("unpin", f"{place}/a")
+    call("sync", run, place, "--delete")
+    assert names(place) == ["c"]
+    store = open_store(place)
+    record_origin(store, open_session(store, ensure_run(store)), None)  # a training begins there
+    call("sync", run, place, code=6)
