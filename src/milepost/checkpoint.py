@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .convert.dcp_trees import DCP_METADATA
+from .copies.cached import CachedStore
 from .copies.own import copy_to
 from .copies.shared import STALL_TIMEOUT_S, shared_copy
 from .errors import FormatError, MissingError, UsageError
@@ -69,11 +70,20 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: Place) -> Checkpoint:
-        """Return a handle on a local folder of any files.
+        """Return a handle on a folder of any files.
+
+        Args:
+            path: A local folder, or the address of one in an object store.
 
         Raises:
             MissingError: There is no such folder.
         """
+        address = os.fspath(path)
+        if is_address(address):
+            store = open_store(address)
+            if next(iter(store.list()), None) is None:
+                raise MissingError(f"There are no files at {address}.", path=address)
+            return cls(store, "")
         if not Path(path).is_dir():
             raise MissingError(f"{path} is not a folder.", path=str(path))
         return cls(LocalStore(path), "")
@@ -217,7 +227,9 @@ class Checkpoint:
         Args:
             level: ``quick`` compares records and sizes; ``full`` reads every byte.
         """
-        return verify(self.store, self.folder, Level(level))
+        # Copies on this machine say nothing of what is there.
+        store = self.store.store if isinstance(self.store, CachedStore) else self.store
+        return verify(store, self.folder, Level(level))
 
     @contextmanager
     def as_directory(self, *, stall_timeout_s: float = STALL_TIMEOUT_S) -> Iterator[str]:

@@ -37,12 +37,13 @@ class CachedStore:
         copies: The copies.
 
     Attributes:
+        store: The run's store itself.
         local_bytes: How many bytes were read from copies.
         remote_bytes: How many bytes of files were read from the store.
     """
 
     def __init__(self, store: Store, copies: KeptCopies) -> None:
-        self._store = store
+        self.store = store
         self._copies = copies
         self._lock = threading.Lock()
         self._manifests: dict[str, Manifest] = {}
@@ -53,23 +54,23 @@ class CachedStore:
         self.traits = store.traits
 
     def __repr__(self) -> str:
-        return f"CachedStore({self._store!r})"
+        return f"CachedStore({self.store!r})"
 
     def put_new(self, key: str, data: bytes) -> None:
         """Create ``key`` with ``data``, durably, or raise ``ExistsError``."""
-        self._store.put_new(key, data)
+        self.store.put_new(key, data)
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace ``key`` in one durable step."""
-        self._store.put(key, data)
+        self.store.put(key, data)
 
     def get(self, key: str, *, max_bytes: int = 256 * 1024 * 1024) -> bytes:
         """Return the bytes of ``key``, always those in the store."""
         folder, _, file = key.rpartition("/")
         if file != MANIFEST:
-            return self._store.get(key, max_bytes=max_bytes)
+            return self.store.get(key, max_bytes=max_bytes)
         self._manifests.pop(folder, None)
-        data = self._store.get(key, max_bytes=max_bytes)
+        data = self.store.get(key, max_bytes=max_bytes)
         try:
             self._manifests[folder] = Manifest.from_bytes(data, where=f"{self.url}/{key}")
         except FormatError as error:  # for whoever reads it to say
@@ -78,27 +79,27 @@ class CachedStore:
 
     def head(self, key: str) -> Entry:
         """Return the entry of ``key`` or raise ``MissingError``."""
-        return self._store.head(key)
+        return self.store.head(key)
 
     def list(self, folder: str = "") -> Iterator[Entry]:
         """Yield every key below a folder in the order of the keys."""
-        return self._store.list(folder)
+        return self.store.list(folder)
 
     def folders(self, folder: str = "") -> Names:
         """Return the names directly below a folder that have keys below them, sorted."""
-        return self._store.folders(folder)
+        return self.store.folders(folder)
 
     def delete(self, key: str) -> None:
         """Remove ``key``."""
-        self._store.delete(key)
+        self.store.delete(key)
 
     def rename(self, key: str, new_key: str) -> None:
         """Move ``key`` to ``new_key``, which must not exist."""
-        self._store.rename(key, new_key)
+        self.store.rename(key, new_key)
 
     def link(self, key: str, new_key: str) -> None:
         """Give the bytes of ``key`` a second key, and their copy a second name."""
-        self._store.link(key, new_key)
+        self.store.link(key, new_key)
         if may_be_kept(key) and may_be_kept(new_key):
             try:
                 self._copies.link(key, new_key)
@@ -107,11 +108,11 @@ class CachedStore:
 
     def point(self, key: str, target: str) -> None:
         """Make ``key`` name ``target``, which stands beside it."""
-        self._store.point(key, target)
+        self.store.point(key, target)
 
     def create_writer(self, key: str, size_bytes: int) -> Writer:
         """Begin to write a new key of a known size, and its copy."""
-        writer = self._store.create_writer(key, size_bytes)
+        writer = self.store.create_writer(key, size_bytes)
         if not may_be_kept(key):
             return writer
         try:
@@ -130,21 +131,21 @@ class CachedStore:
             entry = next((one for one in manifest.files if one.path == path), None)
         copy = None if manifest is None or entry is None else self._copies.find(manifest, entry)
         if entry is None or copy is None:
-            return _Counted(self._store.open_reader(key), self._count_remote)
+            return _Counted(self.store.open_reader(key), self._count_remote)
         return _CheckedReader(
             copy,
             entry,
-            remote=lambda: self._store.open_reader(key),
+            remote=lambda: self.store.open_reader(key),
             count=(self._count_local, self._count_remote),
         )
 
     def sync_folder(self, folder: str) -> None:
         """Make the names in a folder, and of the folder itself, durable."""
-        self._store.sync_folder(folder)
+        self.store.sync_folder(folder)
 
     def local_path(self, key: str) -> str | None:
         """Return the file of a key if the store keeps files."""
-        return self._store.local_path(key)
+        return self.store.local_path(key)
 
     def keep(self, manifest: Manifest) -> None:
         """Keep the copy of a checkpoint that was committed. Never raises for want of a copy."""

@@ -6,13 +6,16 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from ..errors import UsageError
 from ..reporting.config import CheckpointConfig
+from ..stores.url import is_address
 from .policy import FailureConfig
 
 __all__ = ["RunConfig", "ScalingConfig"]
 
+_LOCAL_PATH = "runs"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@,~-]*")
 
 
@@ -51,8 +54,13 @@ class RunConfig:
     """Where a launch keeps its records, and what is done about failures.
 
     Attributes:
-        storage_path: A folder on this machine.
+        storage_path: Where runs are kept: a folder, or an address such as ``s3://bucket/runs``.
         name: Name of the run, a folder below ``storage_path``. It is what the function reports to.
+        local_path: Folder on this machine where the launch keeps its own records, such as the logs
+            of workers, below ``name``. ``None``: ``storage_path``, or ``runs`` if that is an
+            address.
+        local_cache: For an address: a folder on each machine where copies of the files of the
+            newest two reported checkpoints are kept, so that a start there need not download them.
         failure_config: What is done about workers that fail.
         checkpoint_config: Which of the reported checkpoints are kept.
         if_finished: What is done if all that the run was to do has been reported to it: ``return``
@@ -62,18 +70,24 @@ class RunConfig:
 
     storage_path: str | os.PathLike[str] = "runs"
     name: str = "launched"
+    local_path: str | os.PathLike[str] | None = None
+    local_cache: str | os.PathLike[str] | None = None
     failure_config: FailureConfig = field(default_factory=FailureConfig)
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     if_finished: str = "return"
     grace_s: float = 30.0
 
     def __post_init__(self) -> None:
-        place = os.fspath(self.storage_path)
-        if "://" in place:
+        if self.local_path is not None and is_address(os.fspath(self.local_path)):
             raise UsageError(
-                f"{place} is not a folder on this machine.",
-                hint="Logs of workers are written to a local folder; checkpoints may be elsewhere.",
-                path=place,
+                f"{os.fspath(self.local_path)} is not a folder on this machine.",
+                hint="Logs are written to a local folder; storage_path may be elsewhere.",
+            )
+        if self.local_cache is not None and not is_address(os.fspath(self.storage_path)):
+            raise UsageError(
+                "local_cache= keeps copies of a run in an object store, and storage_path= is a "
+                "folder.",
+                hint="Leave out local_cache.",
             )
         if not _NAME.fullmatch(self.name):
             raise UsageError(
@@ -90,6 +104,25 @@ class RunConfig:
             raise UsageError(f"grace_s={self.grace_s!r} is no number of seconds.")
 
     @property
-    def place(self) -> Path:
-        """Return the folder of the run."""
-        return Path(self.storage_path, self.name).absolute()
+    def root(self) -> str:
+        """Return where runs are kept: an absolute folder, or an address."""
+        place = os.fspath(self.storage_path)
+        return place.rstrip("/") if is_address(place) else str(_folder(place))
+
+    @property
+    def place(self) -> str:
+        """Return where the run is: an absolute folder, or an address."""
+        return f"{self.root}/{self.name}"
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder on this machine for what the launch itself writes down."""
+        place = os.fspath(self.storage_path)
+        given = self.local_path or (_LOCAL_PATH if is_address(place) else place)
+        return _folder(given) / self.name
+
+
+def _folder(given: str | os.PathLike[str]) -> Path:
+    text = os.fspath(given)
+    parts = urlsplit(text) if text.lower().startswith("file://") else None
+    return Path(text if parts is None else unquote(parts.path)).absolute()

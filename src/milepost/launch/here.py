@@ -29,7 +29,7 @@ def finished_result(
     Raises:
         ExistsError: It is finished, and ``if_finished="error"``.
     """
-    store = open_store(str(run.place))
+    store = open_store(run.place)
     if run.if_finished == "continue" or not is_finished(store):
         return None
     if run.if_finished == "error":
@@ -38,14 +38,14 @@ def finished_result(
             safe="It was not touched.",
             hint='To go on from its newest checkpoint use if_finished="continue"; to begin anew '
             "choose another name.",
-            path=str(run.place),
+            path=run.place,
         )
     say(
         f"milepost: the run at {run.place} is finished, so nothing was started. "
         'To go on from its newest checkpoint use if_finished="continue".'
     )
     validate_left(run, validation)
-    return launch_result(run, return_value=returned_by(store), folder=run.place)
+    return launch_result(run, return_value=returned_by(store), folder=run.folder)
 
 
 def validate_left(run: RunConfig, validation: ValidationConfig | None) -> None:
@@ -57,7 +57,7 @@ def validate_left(run: RunConfig, validation: ValidationConfig | None) -> None:
         return
     timeout_s = run.checkpoint_config.validation_timeout_s
     try:
-        finish_validations(open_store(str(run.place)), validation, timeout_s=timeout_s)
+        finish_validations(open_store(run.place), validation, timeout_s=timeout_s)
     except MissingError:
         return  # nothing was reported
     except CheckpointError as error:
@@ -79,9 +79,10 @@ def run_here(
         )
     check_json(config, "config")
     reports = Reports(
-        str(run.place),
+        run.place,
         checkpoint_config=run.checkpoint_config,
         validation=validation,
+        local_cache=run.local_cache,
         if_finished="continue",
     )
     in_use.push(reports)
@@ -92,11 +93,11 @@ def run_here(
             f"{getattr(train, '__qualname__', train)} failed: {type(error).__name__}: {error}",
             safe="Checkpoints that were reported are whole, and a new launch goes on from them.",
             hint="The traceback above says where.",
-            result=launch_result(run, error=error, folder=run.place),
+            result=launch_result(run, error=error, folder=run.folder),
         ) from error
     finally:
         in_use.pop(reports)
-    return launch_result(run, return_value=value, folder=run.place)
+    return launch_result(run, return_value=value, folder=run.folder)
 
 
 def _call(train: Callable[..., Any], config: Any, reports: Reports) -> Any:

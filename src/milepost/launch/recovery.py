@@ -134,7 +134,7 @@ class _Launch:
 
     def run(self) -> LaunchResult:
         """Make attempts until one finishes or none is left."""
-        self._folder = _create_folder(self._config.place)
+        self._folder = _create_folder(self._config.folder)
         given = {"config": self._entry.config, "sys_path": self._entry.sys_path}
         _write(self._folder / "config.json", json.dumps(given))
         with self._signals, self._engine as engine:
@@ -177,11 +177,14 @@ class _Launch:
             num_workers=most if most < fewest else engine.reserve(fewest, most),
             arguments=self._entry.arguments,
             folder=self._folder,
-            place=str(Path(self._config.storage_path).absolute()),
+            place=self._config.root,
             max_failures=self._config.failure_config.max_failures,
             variables={
                 REPORTS: environment_of_reports(
-                    str(self._config.place), self._config.checkpoint_config, self._validation
+                    self._config.place,
+                    self._config.checkpoint_config,
+                    self._validation,
+                    local_cache=self._config.local_cache,
                 )
             },
         )

@@ -55,9 +55,7 @@ def launch_result(run: RunConfig, **facts: Any) -> LaunchResult:
         **facts: Fields of ``LaunchResult``.
     """
     try:
-        return LaunchResult.from_store(
-            open_store(str(run.place)), config=run.checkpoint_config, **facts
-        )
+        return LaunchResult.from_store(open_store(run.place), config=run.checkpoint_config, **facts)
     except CheckpointError as error:
         say(f"milepost: what was reported cannot be read. {error}")
-        return LaunchResult(path=str(run.place), **facts)
+        return LaunchResult(path=run.place, **facts)

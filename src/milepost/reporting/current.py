@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint import Checkpoint
 from ..engine.pending import PendingSave
 from ..errors import UsageError
+from ..stores.url import settled
 from ..validation.config import ValidationConfig, ValidationTaskConfig
 from .config import CheckpointConfig, CheckpointConsistencyMode, CheckpointUploadMode
 from .context import TrainContext, ranks_here
@@ -139,11 +140,20 @@ def get_context() -> TrainContext:
 
 
 def environment_of_reports(
-    place: str, config: CheckpointConfig, validation: ValidationConfig | None
+    place: str,
+    config: CheckpointConfig,
+    validation: ValidationConfig | None,
+    *,
+    local_cache: str | os.PathLike[str] | None = None,
 ) -> str:
     """Return what a launcher sets for its workers, so that they can report."""
-    asked = None if validation is None else validation.to_json()
-    return json.dumps({"place": place, "config": config.to_json(), "validation": asked})
+    settings = {
+        "place": place,
+        "config": config.to_json(),
+        "validation": None if validation is None else validation.to_json(),
+        "local_cache": None if local_cache is None else str(settled(local_cache)),
+    }
+    return json.dumps(settings)
 
 
 def close_current(*, is_well: bool, value: Any = None) -> None:
@@ -173,6 +183,7 @@ def _current(asked: str) -> Reports:
                 checkpoint_config=CheckpointConfig(**settings["config"]),
                 validation=(None if validation is None else ValidationConfig.from_json(validation)),
                 if_finished="continue",  # the launcher has looked
+                local_cache=settings["local_cache"],
                 meet=(host, int(port)) if host else None,
             )
         )

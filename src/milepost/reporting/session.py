@@ -21,6 +21,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Checkpoint, Place
+from ..copies.cached import CachedStore
+from ..copies.kept import KeptCopies, check_remote
 from ..engine.pending import PendingSave
 from ..errors import (
     FencedError,
@@ -68,6 +70,8 @@ class Reports:
             refuses to start afresh; ``"never"`` refuses a run that holds checkpoints.
         if_finished: What is done about a run that has come to its end: ``"error"``, or
             ``"continue"`` to report more to it.
+        local_cache: For a run in an object store: a folder on this machine where copies of the
+            files of the newest two checkpoints are kept.
 
     Raises:
         UsageError: An option that makes no sense.
@@ -81,6 +85,7 @@ class Reports:
         validation: ValidationConfig | None = None,
         resume: Resume = "auto",
         if_finished: str = "error",
+        local_cache: str | os.PathLike[str] | None = None,
         meet: tuple[str, int] | None = None,
     ) -> None:
         if if_finished not in ("error", "continue"):
@@ -89,6 +94,11 @@ class Reports:
             )
         self.config = checkpoint_config or CheckpointConfig()
         self.store = open_store(_absolute(folder))
+        self._source: Store = self.store
+        self._cached: CachedStore | None = None
+        if local_cache is not None:
+            check_remote(self.store)
+            self._source = self._cached = CachedStore(self.store, KeptCopies(local_cache))
         self._options = WriterOptions(resume=resume)
         self._validation = validation
         self._if_finished = if_finished
@@ -145,7 +155,9 @@ class Reports:
             leave_unopened(board, error)
             raise
         self._facts = facts
-        self._uploader = Uploader(self.store, board, self.config)
+        if self._cached is not None:
+            self._cached.begin(facts.session.run_id)
+        self._uploader = Uploader(self.store, board, self.config, cached=self._cached)
         watch(self._unsettled, is_fatal=self.config.on_save_error == "raise")
         return self
 
@@ -168,6 +180,8 @@ class Reports:
         finally:
             self._settle_ended()
             unwatch(self._unsettled)
+            if self._cached is not None:
+                self._cached.close()
 
     def __enter__(self) -> Self:
         self.open()
@@ -261,7 +275,7 @@ class Reports:
         if self._newest[0] != self._count:
             self._newest = (self._count, self._ask(None))
         name = self._newest[1]
-        return None if name is None else Checkpoint(self.store, name, state=State.COMMITTED)
+        return None if name is None else Checkpoint(self._source, name, state=State.COMMITTED)
 
     def get_all_reported_checkpoints(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint import Checkpoint
+from ..copies.cached import CachedStore
 from ..errors import CheckpointError, UsageError
 from ..format.manifest import FileEntry
 from ..ranks.board import Board
@@ -65,10 +66,19 @@ class Uploader:
         store: The run's store.
         board: Where the leader is told, and answers.
         config: How long things may take.
+        cached: The same store, where copies of what is written are kept.
     """
 
-    def __init__(self, store: Store, board: Board, config: CheckpointConfig) -> None:
+    def __init__(
+        self,
+        store: Store,
+        board: Board,
+        config: CheckpointConfig,
+        *,
+        cached: CachedStore | None = None,
+    ) -> None:
         self._store = store
+        self._cached = cached
         self._board = board
         self._write_s = config.upload_timeout_s + _MARGIN_S
         # The others may be busy with the report before.
@@ -143,9 +153,18 @@ class Uploader:
             outcome = Outcome.of_error(self._board.rank, f"make report {number}", error)
             self._say(number, error=outcome.to_bytes())
         name = self._end_of(work, held, own)
+        checkpoint = Checkpoint(self._cached or self._store, name, state=State.COMMITTED)
+        if self._cached is not None:
+            self._keep(self._cached, checkpoint)
         if work.delete:
             _delete(work.delete)
-        return Checkpoint(self._store, name, state=State.COMMITTED)
+        return checkpoint
+
+    def _keep(self, cached: CachedStore, checkpoint: Checkpoint) -> None:
+        try:
+            cached.keep(checkpoint.manifest)
+        except CheckpointError as error:  # committed it is, and perhaps deleted again
+            _log.info("No copy of %s is kept: %s", checkpoint.name, error)
 
     def _end_of(self, work: Upload, held: Claim | None, own: BaseException | None) -> str:
         """Return the name of the checkpoint, or raise what all ranks raise."""
@@ -187,7 +206,8 @@ class Uploader:
             shares = dict(answer["shares"])
             return checksum_stored(self._store, held.folder, shares[rank])
         skip = dict(answer["skip"])
-        return upload(self._store, held.folder, work.files, skip=skip[rank])
+        store = self._cached or self._store
+        return upload(store, held.folder, work.files, skip=skip[rank])
 
     def _say(self, number: int, **facts: Any) -> None:
         self._board.send({"kind": "wrote", "rank": self._board.rank, "n": number, **facts})

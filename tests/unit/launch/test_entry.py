@@ -141,7 +141,7 @@ def test_senseless_numbers_of_workers_are_refused(num):
 
 @pytest.mark.parametrize(
     "options",
-    [{"storage_path": "s3://bucket/runs"}, {"name": "a/b"}, {"name": ".."}, {"grace_s": -1}],
+    [{"local_path": "s3://bucket/runs"}, {"name": "a/b"}, {"name": ".."}, {"grace_s": -1}],
     ids=str,
 )
 def test_senseless_places_are_refused(options):

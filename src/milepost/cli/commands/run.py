@@ -42,8 +42,13 @@ def run(  # noqa: PLR0913 - an option each
     engine: Annotated[
         str, typer.Option(help="local: on this machine. ray: on a Ray cluster.")
     ] = "local",
-    storage_path: Annotated[str, typer.Option(help="Folder of the logs.")] = "runs",
+    storage_path: Annotated[
+        str, typer.Option(help="Folder or address of what the script reports.")
+    ] = "runs",
     name: Annotated[str, typer.Option(help="Folder of this run in it.")] = "launched",
+    local_path: Annotated[
+        str | None, typer.Option(help="Folder of the logs, if it is another one.")
+    ] = None,
 ) -> None:
     """Run a script on several workers, and bring them back when they fail.
 
@@ -65,7 +70,11 @@ def run(  # noqa: PLR0913 - an option each
             scaling=ScalingConfig(num_workers=_num_workers(workers)),
             engine=engine,
             run=RunConfig(
-                storage_path=storage_path, name=name, failure_config=failures, grace_s=grace_s
+                storage_path=storage_path,
+                name=name,
+                local_path=local_path,
+                failure_config=failures,
+                grace_s=grace_s,
             ),
         )
     except LaunchFailedError as error:
