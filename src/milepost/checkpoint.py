@@ -373,13 +373,18 @@ class Run:
         self._view = scan(self.store)
 
     def checkpoints(self, *, all: bool = False) -> list[Checkpoint]:  # noqa: A002
-        """Return the checkpoints, oldest first.
+        """Return the checkpoints, oldest first, with their commits as they were read with the run.
 
         Args:
             all: Also those that do not count: orphaned, diagnostic, damaged.
         """
         found = [f for f in self.view.found if f.manifest is not None or f.state is State.DAMAGED]
-        return [self._handle(one) for one in (found if all else self.view.lineage())]
+        handles = []
+        for one in found if all else self.view.lineage():
+            handle = self._handle(one)
+            handle._manifest = one.manifest  # noqa: SLF001 - of this module; a thousand reads less
+            handles.append(handle)
+        return handles
 
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint that counts, or ``None``."""

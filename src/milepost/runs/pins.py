@@ -15,6 +15,7 @@ from ..format.manifest import FORMAT_VERSION
 from ..stores.base import Store
 from .damage import raise_unreachable
 from .folders import check_folder, file_key
+from .parallel import each
 
 __all__ = ["is_pinned", "list_pins", "pin", "unpin"]
 
@@ -54,15 +55,21 @@ def is_pinned(store: Store, name: str) -> bool:
 
 def list_pins(store: Store) -> dict[str, str]:
     """Return the notes of all pins by the names they protect."""
-    pins = {}
-    for entry in store.list(PINS):
-        name = entry.key[len(PINS) + 1 :].removesuffix(".json")
-        try:
-            fields = load_record(store.get(entry.key, max_bytes=1024 * 1024), where=entry.key)
-            pins[name] = str(fields.get("note", ""))
-        except MissingError:
-            continue  # unpinned since the listing
-        except (FormatError, StorageError) as error:
-            raise_unreachable(store, error)
-            pins[name] = UNREADABLE
-    return pins
+    keys = [entry.key for entry in store.list(PINS)]
+    notes = each(store, lambda key: _read_note(store, key), keys)
+    return {
+        key[len(PINS) + 1 :].removesuffix(".json"): note
+        for key, note in zip(keys, notes, strict=True)
+        if note is not None
+    }
+
+
+def _read_note(store: Store, key: str) -> str | None:
+    try:
+        fields = load_record(store.get(key, max_bytes=1024 * 1024), where=key)
+    except MissingError:
+        return None  # unpinned since the listing
+    except (FormatError, StorageError) as error:
+        raise_unreachable(store, error)
+        return UNREADABLE
+    return str(fields.get("note", ""))

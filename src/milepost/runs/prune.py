@@ -177,7 +177,7 @@ def prune(
         return PruneReport()
     if session is not None:
         check_not_fenced(store, session)
-    view = view or scan(store)
+    view = view or scan(store, ManifestCache())  # see runs/survey.py: who deletes looks closely
     spared = _must_stay(store, view) if victims else {}
     deleted: list[str] = []
     errors: dict[str, CheckpointError] = {}
@@ -269,7 +269,7 @@ def sweep(
     check_not_fenced(store, session)
     # Before the look at the run: whatever is asked about a checkpoint is asked after its commit.
     asked = list_validations(store)
-    view = scan(store, cache)
+    view = scan(store, cache or ManifestCache())
     errors: list[CheckpointError] = []
     removed: list[str] = []
     for found in view.found:

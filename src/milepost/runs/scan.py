@@ -3,12 +3,9 @@
 What counts is derived each time from what the store shows then; only the text of commits may be
 remembered by the caller, see ``runs/manifests.py``. No part is ever read.
 
-On a file system a look costs two or three small calls per folder, whatever else is in it: the
-folders of others may hold millions of files, or refuse to be listed. On other stores it costs one
-listing of the run, and a few small requests for each folder that shows no commit, or a mark of
-deletion. Beyond that every commit is read that is not remembered.
+How the folders are looked at, and what that costs, is told in ``runs/survey.py``.
 
-The listing is not taken at one moment. It shows every commit that was there when it began, and that
+A listing is not taken at one moment. It shows every commit that was there when it began, and that
 is all the session rule needs. Where it shows a commit without a mark of deletion, the checkpoint
 was there at some time during the look. Everything else that it shows may be half of a step, such as
 a rename that is a copy and a deletion: those folders are looked at on their own, in the order in
@@ -20,110 +17,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from numbers import Real
 from typing import Any
 
-from ..errors import (
-    CheckpointError,
-    DamagedError,
-    FormatError,
-    MissingError,
-    StorageError,
-    UsageError,
-)
-from ..format.canonical import load_record
-from ..format.layout import (
-    ATTEMPT,
-    DELETED,
-    DIAGNOSTIC_FOLDERS,
-    MANIFEST,
-    check_name,
-    from_key,
-    session_key,
-)
-from ..format.manifest import Manifest
-from ..stores.base import Entry, Store
-from .damage import raise_unreachable
-from .folders import NOT_CHECKPOINTS, file_key, is_diagnostic
+from ..errors import DamagedError, MissingError, StorageError, UsageError
+from ..format.layout import DIAGNOSTIC_FOLDERS, from_key, session_key
+from ..stores.base import Store
 from .manifests import ManifestCache, read_manifest
-from .pins import list_pins
 from .sessions import RunRecord, Session, list_sessions, read_run
+from .survey import Found, State, survey
 from .validations import Validation, list_validations, validation_id
 
 __all__ = ["Found", "RunView", "State", "number_of", "read_manifest", "scan"]
 
-_MAX_RECORD_BYTES = 1024 * 1024
 _LOOKS = 8
-
-
-class State(str, Enum):
-    """What a folder of a run is.
-
-    ``COMMITTED`` counts. ``ORPHANED`` is whole, but the run went on from before it. ``INCOMPLETE``
-    was claimed and never committed. ``DAMAGED`` has a commit that cannot be read. ``DELETING`` is
-    no longer a checkpoint, its files are being removed. ``DIAGNOSTIC`` shows what went wrong and
-    is never resumed from.
-    """
-
-    COMMITTED = "committed"
-    ORPHANED = "orphaned"
-    INCOMPLETE = "incomplete"
-    DAMAGED = "damaged"
-    DELETING = "deleting"
-    DIAGNOSTIC = "diagnostic"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One folder of a run.
-
-    Attributes:
-        name: Its folder: ``ep3``, or ``nan/ba37``.
-        state: What it is.
-        manifest: The commit, if it can be read.
-        error: Why it cannot be read.
-        is_pinned: Whether retention must leave it alone.
-        size_bytes: Sum of its files: as committed, or as found where there is no commit.
-        modified_s: When its newest record was written, by the store's clock.
-        session: Number of the session that wrote it, if known.
-        attempt: Number of the attempt within the session, if known.
-        write_id: Identity of the attempt, if known.
-        validation: What is known of its validation, if one was asked for.
-    """
-
-    name: str
-    state: State
-    manifest: Manifest | None
-    error: CheckpointError | None
-    is_pinned: bool
-    size_bytes: int
-    modified_s: float
-    session: int | None = None
-    attempt: int | None = None
-    write_id: str | None = None
-    validation: Validation | None = None
-
-    @property
-    def metrics(self) -> Mapping[str, Any]:
-        """Return the metrics of the commit, and over them those that its validation has found."""
-        logged = {} if self.manifest is None else self.manifest.metrics
-        return logged if self.validation is None else {**logged, **self.validation.metrics}
-
-    @property
-    def is_pending_validation(self) -> bool:
-        """Return whether its metrics are still being computed."""
-        return self.validation is not None and self.validation.is_pending
-
-    @property
-    def order(self) -> tuple[int, int, int, str]:
-        """Return what folders of a run are sorted by, the unknown ones last."""
-        if self.session is None or self.attempt is None:
-            return (1, 0, 0, self.name)
-        return (0, self.session, self.attempt, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +112,8 @@ def scan(store: Store, cache: ManifestCache | None = None) -> RunView:
 
     Args:
         store: The run's store.
-        cache: What the caller remembers of it from earlier looks; by default nothing.
+        cache: What the caller remembers of it from earlier looks. By default nothing: that is for
+            those who look once, and delete nothing.
 
     Raises:
         MissingError: There is no run and no checkpoint.
@@ -213,7 +121,6 @@ def scan(store: Store, cache: ManifestCache | None = None) -> RunView:
         StorageError: The place cannot be reached. What it holds is not known then, and nothing of
             it is taken for damaged.
     """
-    cache = cache or ManifestCache()
     for _ in range(_LOOKS):
         view, unknown = _look_once(store, cache)
         if not unknown:
@@ -230,17 +137,15 @@ def scan(store: Store, cache: ManifestCache | None = None) -> RunView:
     )
 
 
-def _look_once(store: Store, cache: ManifestCache) -> tuple[RunView, set[int]]:
+def _look_once(store: Store, cache: ManifestCache | None) -> tuple[RunView, set[int]]:
     """Return a run, and the sessions that published and of which it is not known from where."""
     # The order matters for a session that looks for what to go on from: see runs/sessions.py.
     sessions = tuple(list_sessions(store))
-    pins = list_pins(store)
-    places = _survey(store)
-    looked = [_look(store, name, pins, cache, listed) for name, listed in places.items()]
-    found = [one for one in looked if one is not None]
+    found, pins = survey(store, cache)
     # After the commits, so that one that was to be validated is not seen without its request.
-    found = _with_validations(found, list_validations(store, cache.verdicts))
-    cache.forget_others(places.keys())
+    found = _with_validations(
+        found, list_validations(store, None if cache is None else cache.verdicts)
+    )
     try:
         run = read_run(store)
     except MissingError:
@@ -265,120 +170,6 @@ def _with_validations(
         replace(one, validation=validations.get((one.name, validation_id(one.write_id or ""))))
         for one in found
     ]
-
-
-def _survey(store: Store) -> dict[str, Entry | None]:
-    """Return the folders to look at, with their commit where a listing has shown that it counts."""
-    if store.traits.is_local:
-        return dict.fromkeys(_folders(store))
-    shown: dict[str, dict[str, Entry]] = {}
-    for entry in store.list():
-        folder, _, file = entry.key.rpartition("/")
-        if file in (MANIFEST, DELETED, ATTEMPT) and _may_hold(folder):
-            shown.setdefault(folder, {})[file] = entry
-    return {
-        folder: None if DELETED in files else files.get(MANIFEST) for folder, files in shown.items()
-    }
-
-
-def _may_hold(folder: str) -> bool:
-    """Return whether a folder may be that of a checkpoint, by its path."""
-    if is_diagnostic(folder):
-        return _may_name(folder.partition("/")[2])
-    return folder not in NOT_CHECKPOINTS and _may_name(folder)
-
-
-def _folders(store: Store) -> list[str]:
-    names = []
-    for name in store.folders():
-        if name in DIAGNOSTIC_FOLDERS:
-            names += [f"{name}/{below}" for below in store.folders(name) if _may_name(below)]
-        elif name not in NOT_CHECKPOINTS and _may_name(name):
-            names.append(name)
-    return names
-
-
-def _may_name(name: str) -> bool:
-    try:
-        check_name(name)
-    except UsageError:
-        return False
-    return True
-
-
-def _look(
-    store: Store, name: str, pins: Mapping[str, str], cache: ManifestCache, listed: Entry | None
-) -> Found | None:
-    """Return what a folder is, or ``None`` if it is not ours or is gone."""
-    is_pinned = name in pins
-    try:
-        entry = listed or store.head(file_key(name, MANIFEST))
-        manifest = cache.read(store, name, entry)
-    except MissingError:
-        return _look_uncommitted(store, name, is_pinned)
-    except (FormatError, StorageError) as error:
-        raise_unreachable(store, error)
-        size_bytes, modified_s = _measure(store, name)
-        claim = _read_claim(store, name)
-        return Found(name, State.DAMAGED, None, error, is_pinned, size_bytes, modified_s, *claim)
-    state = State.COMMITTED
-    if listed is None and _is_there(store, file_key(name, DELETED)):
-        state = State.DELETING
-    return Found(
-        name,
-        state,
-        manifest,
-        None,
-        is_pinned,
-        manifest.size_bytes,
-        entry.modified_s,
-        manifest.session,
-        manifest.attempt,
-        manifest.write_id,
-    )
-
-
-def _look_uncommitted(store: Store, name: str, is_pinned: bool) -> Found | None:  # noqa: FBT001
-    is_deleting = _is_there(store, file_key(name, DELETED))
-    if not is_deleting and not _is_there(store, file_key(name, ATTEMPT)):
-        return None
-    size_bytes, modified_s = _measure(store, name)
-    state = State.DELETING if is_deleting else State.INCOMPLETE
-    claim = _read_claim(store, name)
-    return Found(name, state, None, None, is_pinned, size_bytes, modified_s, *claim)
-
-
-def _read_claim(store: Store, name: str) -> tuple[int | None, int | None, str | None]:
-    """Return session, attempt and write id of a claim, or nothing if it cannot be read."""
-    key = file_key(name, ATTEMPT)
-    try:
-        fields = load_record(store.get(key, max_bytes=_MAX_RECORD_BYTES), where=key)
-    except (MissingError, FormatError, StorageError) as error:
-        raise_unreachable(store, error)
-        return None, None, None
-    session, attempt, write_id = (fields.get(k) for k in ("session", "attempt", "write_id"))
-    is_known = type(session) is int and type(attempt) is int
-    return (
-        session if is_known else None,
-        attempt if is_known else None,
-        write_id if isinstance(write_id, str) else None,
-    )
-
-
-def _is_there(store: Store, key: str) -> bool:
-    try:
-        store.head(key)
-    except MissingError:
-        return False
-    return True
-
-
-def _measure(store: Store, name: str) -> tuple[int, float]:
-    entries = list(store.list(name))
-    return (
-        sum(entry.size_bytes for entry in entries),
-        max((entry.modified_s for entry in entries), default=0.0),
-    )
 
 
 def _mark(found: Found, members: set[str]) -> Found:

@@ -56,6 +56,7 @@ from ..processes.functions import refuse_while_imported
 from ..stores.base import Store
 from .damage import raise_unreachable
 from .identity import Identity, is_gone, this_process
+from .parallel import each
 
 __all__ = [
     "Origin",
@@ -283,7 +284,7 @@ def list_sessions(store: Store) -> list[Session]:
     A session whose record cannot be read keeps its number, so that it still fences older ones.
     """
     numbers, settled = _listed(store)
-    return [_read_session(store, number, number in settled) for number in sorted(numbers)]
+    return each(store, lambda one: _read_session(store, one, one in settled), sorted(numbers))
 
 
 def is_provably_dead(session: Session, identity: Identity | None = None) -> bool:

@@ -37,6 +37,7 @@ from ..format.manifest import FORMAT_VERSION, check_version
 from ..stores.base import Entry, Store
 from .damage import raise_unreachable
 from .identity import this_process
+from .parallel import each
 
 __all__ = [
     "Request",
@@ -141,7 +142,8 @@ def list_validations(
         if match is not None:
             seen.setdefault((match["name"], match["id"]), {})[match["kind"]] = entry
     known = {} if cache is None else cache
-    return {which: _summary(store, *which, kinds, known) for which, kinds in seen.items()}
+    summaries = each(store, lambda one: _summary(store, *one[0], one[1], known), [*seen.items()])
+    return dict(zip(seen, summaries, strict=True))
 
 
 def request_validation(

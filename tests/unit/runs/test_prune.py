@@ -13,6 +13,7 @@ from milepost.runs import (
     KeepAll,
     KeepBest,
     KeepLast,
+    Level,
     abandon,
     claim,
     decide,
@@ -22,8 +23,10 @@ from milepost.runs import (
     scan,
     sweep,
     unpin,
+    verify,
 )
 from milepost.runs.keep import may_give_up
+from milepost.runs.manifests import ManifestCache
 from milepost.stores import LocalStore
 from milepost.testing import Fault, FaultStore
 
@@ -262,9 +265,14 @@ def test_an_attempt_is_not_deleted_as_a_checkpoint(store, filled):
 def test_a_rename_that_left_both_names_is_finished(store, filled):
     """Where a rename takes two steps, a stop may fall between them."""
     store.link("ep1/manifest.json", "ep1/deleted.json")
-    assert names(store) == ["ep2", "ep3", "ep4", "ep5"]
+    left = ["ep2", "ep3", "ep4", "ep5"]
+    assert [one.name for one in scan(store, ManifestCache()).lineage()] == left
+    # All of it is there as long as its commit is: a mere reader may still take it.
+    assert names(store) == ["ep1", *left]
+    assert verify(store, "ep1", Level.FULL).is_good
     assert sweep(store, filled) == ["ep1"]
     assert "ep1" not in store.folders()
+    assert names(store) == left
 
 
 def test_sweeping_spares_the_living_and_what_is_being_written(store, begin, filled):
