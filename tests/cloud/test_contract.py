@@ -85,4 +85,7 @@ def test_bodies_are_hashed_where_the_connection_does_not(
         monkeypatch.delenv(name, raising=False)
     options = {"endpoint": endpoint} if endpoint else {}
     store = CloudStore("s3://runs/a", config={"region": "us-east-1", **options, **said})
-    assert (store._store.config.get("unsigned_payload") in (True, "true")) is expected  # type: ignore[union-attr]
+    options = store._clients.get("upload").config
+    assert (options.get("unsigned_payload") in (True, "true")) is expected
+    is_amazon = expected and not endpoint
+    assert (options.get("checksum_algorithm") == "CRC64NVME") is is_amazon

@@ -3,30 +3,34 @@
 What makes it durable is the service: an object is there, whole and durable, when its upload has
 been answered. What makes ``put_new`` exclusive is a condition on the upload, "only if there is
 none". An answer may get lost on the way, and the try after it is refused because of our own object:
-so each object carries a random mark, and a refusal is believed only if the mark is another's.
+so each object carries a random mark, and a refusal is believed only if the mark is another's. A
+record carries its checksum too, so that bits which flip on the way are found on either way.
 
 Records are small and uploaded at once. Parts are streamed in several pieces while they are written,
 and are visible when the last piece has been answered; what was begun and not ended is dropped.
 
-The only module that imports obstore.
+Single requests are tried again here, see ``tries.py``; those for the pieces of an upload are tried
+again by the client, which holds their bytes. No request carries more than a piece, and each has the
+time that its bytes may take: so a connection that stands still is noticed after the time of a
+piece, however large the object is, and sooner while reading.
+
+Together with ``clients.py`` the only module that imports obstore.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, final
+from typing import Any, TypeVar, final
+from urllib.parse import urlsplit
 
 import obstore
-from obstore.store import from_url
 
 from ..errors import (
+    AccessError,
     CheckpointError,
     DamagedError,
     DeadlineError,
@@ -34,31 +38,35 @@ from ..errors import (
     FormatError,
     MissingError,
     StorageError,
-    UsageError,
 )
-from ..format.digest import BLOCK_BYTES
-from ..format.layout import check_key
-from .base import Entry, Names, Traits
-from .ranges import RangeReader
-from .refusals import typed_error
-from .uploading import FeedWriter
+from ..format.digest import BLOCK_BYTES, crc32c
+from .base import Entry, Names
+from .bucket import BucketStore
+from .clients import Clients
+from .pace import pace_of
+from .refusals import UnknownAnswerError, typed_error
+from .tries import Tries
 
 __all__ = ["CloudStore"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("milepost")
 
 _MARK = "mpwrite"
-_SLOWEST_BYTES_S = 250_000
-_CONNECT_S = 10
+_CHECKSUM = "mpcrc32c"
+_SILENT_S = 20.0
+_SLOWEST_BYTES_S = 100_000
+_RECORD_BYTES = 1024 * 1024
 _MAX_PIECES = 9_000
-_RETRIES = 6
+_RETRIES = 12
 _RETRY_TIMEOUT_S = 120.0
 _UPLOADS_AT_ONCE = 8
 """Pieces of one object on their way. One connection to S3 takes about 100 MB/s."""
 
 
 @final
-class CloudStore:
+class CloudStore(BucketStore):
     """Keeps each key as an object below a prefix of a bucket.
 
     Args:
@@ -67,6 +75,9 @@ class CloudStore:
             What is missing comes from the environment, as for the tools of the service.
         retry_timeout_s: How long one request is tried again.
         max_retries: How often.
+        silent_timeout_s: How long a connection may give nothing before it counts as broken.
+        slowest_bytes_s: What each connection carries at least; a request gets the time that its
+            bytes take then, on top of ``silent_timeout_s``.
 
     Raises:
         UsageError: The client cannot be made of this.
@@ -79,48 +90,29 @@ class CloudStore:
         config: Mapping[str, Any] | None = None,
         retry_timeout_s: float = _RETRY_TIMEOUT_S,
         max_retries: int = _RETRIES,
+        silent_timeout_s: float = _SILENT_S,
+        slowest_bytes_s: int = _SLOWEST_BYTES_S,
     ) -> None:
-        self.url = url.rstrip("/")
-        self.traits = Traits(
-            is_local=False, exclusive_create=True, hard_links=False, symlinks=False
+        super().__init__(url.rstrip("/"), exclusive_create=True)
+        self._retry_timeout_s = retry_timeout_s
+        self._clients = Clients(
+            self.url,
+            config or {},
+            max_retries=max_retries,
+            retry_timeout_s=retry_timeout_s,
+            silent_timeout_s=silent_timeout_s,
+            slowest_bytes_s=slowest_bytes_s,
         )
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._pace = pace_of(f"{self._clients.endpoint} {'/'.join(urlsplit(self.url)[:2])}")
+        self._tries = Tries(
+            self._pace,
+            max_retries=max_retries,
+            timeout_s=retry_timeout_s,
+            errors=(obstore.exceptions.BaseError, OSError, UnknownAnswerError),
+        )
+        self._probing = threading.Lock()
         self._was_probed = False
-        self._wait_s = retry_timeout_s + 60.0
-        options = {**_defaults(url), **(config or {})}
-        endpoint = str(options.get("endpoint") or _endpoint_of_environment())
-        if _may_leave_unsigned(self.url, endpoint, options):
-            options["unsigned_payload"] = True
-        try:
-            self._store = from_url(
-                self.url,
-                client_options={
-                    "allow_http": endpoint.startswith("http://"),
-                    "connect_timeout": f"{_CONNECT_S}s",
-                    "timeout": f"{_CONNECT_S + BLOCK_BYTES // _SLOWEST_BYTES_S}s",
-                },
-                retry_config={
-                    "max_retries": max_retries,
-                    "retry_timeout": timedelta(seconds=retry_timeout_s),
-                },
-                **options,
-            )
-        except Exception as error:  # noqa: BLE001 - of a library: whatever it is, there is no client
-            raise UsageError(
-                f"No client can be made for {self.url}: {type(error).__name__}.",
-                hint="Look at the address, and at the options that were given with it.",
-                path=self.url,
-            ) from None  # its text may hold what it was given
-
-    def __repr__(self) -> str:
-        return f"CloudStore({self.url!r})"
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        raise UsageError(
-            f"{self!r} cannot be pickled: it holds credentials.",
-            hint="Give the address to the other process, and let it open the store itself.",
-        )
+        self._is_bucket_known = False
 
     def put_new(self, key: str, data: bytes) -> None:
         """Create ``key`` with ``data`` or raise ``ExistsError``."""
@@ -129,120 +121,175 @@ class CloudStore:
         if self.traits.exclusive_create:
             self._create(key, data)
         else:
-            with (
-                self._lock
-            ):  # among the threads that share this object it is exclusive all the same
-                self._refuse_existing(key)
-                self.put(key, data)
+            self._create_after_look(key, data)
 
     def _create(self, key: str, data: bytes) -> None:
         mark = secrets.token_hex(16)
         try:
-            with self._typed("create", key):
-                obstore.put(
-                    self._store,
-                    key,
-                    bytes(data),
-                    mode="create",
-                    attributes={_MARK: mark},
-                    use_multipart=False,
-                )
+            self._send("create", key, data, mark=mark)
         except (ExistsError, StorageError, DeadlineError) as error:
             # It may be ours: the answer to a first try got lost.
-            if not self._has_mark(key, mark):
-                raise error from error.__cause__
+            if not self._is_ours(key, mark, is_refused=isinstance(error, ExistsError)):
+                raise
+        self._compare(key, data)
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace ``key``."""
         self._check(key)
-        with self._typed("put", key):
-            obstore.put(self._store, key, bytes(data), use_multipart=False)
+        self._send("put", key, data, mark=secrets.token_hex(16))
+        self._compare(key, data)
+
+    def _send(self, operation: str, key: str, data: bytes, *, mark: str) -> None:
+        client, body = self._clients.get("write", len(data)), bytes(data)
+        attributes = {_MARK: mark, _CHECKSUM: f"{crc32c(body):08x}"}
+        mode: Any = "create" if operation == "create" else "overwrite"
+        self._ask(
+            operation,
+            key,
+            lambda: obstore.put(
+                client, key, body, mode=mode, attributes=attributes, use_multipart=False
+            ),
+        )
+
+    def _compare(self, key: str, data: bytes) -> None:
+        """Read a record back if nobody else compares what was sent with what came."""
+        if self._clients.are_uploads_checked or len(data) > _RECORD_BYTES:
+            return
+        try:
+            is_equal = self.get(key) == data
+        except DamagedError:
+            is_equal = False
+        if not is_equal:
+            self.delete(key)
+            raise DamagedError(
+                f"{self._name(key)} came to harm on the way there, and was removed.",
+                safe="Earlier checkpoints are intact.",
+                operation="put",
+                path=key,
+            )
 
     def get(self, key: str, *, max_bytes: int = 256 * 1024 * 1024) -> bytes:
         """Return the bytes of ``key``."""
         self._check(key)
-        with self._typed("get", key):
-            found = obstore.get(self._store, key)
-            size_bytes = found.meta["size"]
-            if size_bytes <= max_bytes:
+        client = self._clients.get("read", BLOCK_BYTES)
+
+        def get() -> bytes:
+            found = obstore.get(client, key)
+            size_bytes = _checked(found.meta)["size"]
+            if size_bytes > max_bytes:
+                raise FormatError(
+                    f"{key} holds {size_bytes:,} bytes; at most {max_bytes:,} are read.", path=key
+                )
+            if size_bytes <= BLOCK_BYTES:
                 data = bytes(found.bytes())
-        if size_bytes > max_bytes:
-            raise FormatError(
-                f"{key} holds {size_bytes:,} bytes; at most {max_bytes:,} are read.", path=key
-            )
-        if len(data) != size_bytes:
-            raise DamagedError(
-                f"{self._name(key)} came with {len(data):,} of {size_bytes:,} bytes.", path=key
-            )
-        return data
+            else:
+                blocks = range(0, size_bytes, BLOCK_BYTES)
+                data = b"".join(
+                    self.read_range(key, start, min(BLOCK_BYTES, size_bytes - start))
+                    for start in blocks
+                )
+            self._refuse_harmed(key, data, size_bytes, found.attributes.get(_CHECKSUM))
+            return data
+
+        return self._ask("get", key, get)
 
     def head(self, key: str) -> Entry:
         """Return the entry of ``key`` or raise ``MissingError``."""
         self._check(key)
-        with self._typed("look at", key):
-            return _entry(obstore.head(self._store, key))
+        client = self._clients.get("read")
+        try:
+            return _entry(self._ask("look at", key, lambda: _checked(obstore.head(client, key))))
+        except MissingError:
+            self._refuse_missing_bucket()
+            raise
 
     def list(self, folder: str = "") -> Iterator[Entry]:
         """Yield every key below a folder in the order of the keys."""
         prefix = f"{self._check(folder)}/" if folder else None
-        with self._typed("list", folder):
-            found = [
-                _entry(meta)
-                for page in obstore.list(self._store, prefix=prefix, chunk_size=1000)
-                for meta in page
-            ]
+        client = self._clients.get("read")
+
+        def pages() -> list[Entry]:
+            listing = obstore.list(client, prefix=prefix, chunk_size=1000)
+            return [_entry(meta) for page in listing for meta in page]
+
+        found = self._ask("list", folder, pages)
         yield from sorted(found, key=lambda entry: entry.key)
 
     def folders(self, folder: str = "") -> Names:
         """Return the names directly below a folder that have keys below them, sorted."""
         prefix = f"{self._check(folder)}/" if folder else None
-        with self._typed("list", folder):
-            found = obstore.list_with_delimiter(self._store, prefix=prefix)["common_prefixes"]
-        return sorted(one.rstrip("/").rpartition("/")[2] for one in found)
+        client = self._clients.get("read")
+        listing = self._ask(
+            "list", folder, lambda: obstore.list_with_delimiter(client, prefix=prefix)
+        )
+        return sorted(one.rstrip("/").rpartition("/")[2] for one in listing["common_prefixes"])
 
     def delete(self, key: str) -> None:
         """Remove ``key``."""
         self._check(key)
+        client = self._clients.get("write")
         try:
-            with self._typed("delete", key):
-                obstore.delete(self._store, key)
+            self._ask("delete", key, lambda: obstore.delete(client, key))
         except MissingError:
             return  # some services say so
-
-    def rename(self, key: str, new_key: str) -> None:
-        """Move ``key`` to ``new_key``, which must not exist, in two steps. For records."""
-        data = self.get(key)
-        self.put_new(new_key, data)
-        self.delete(key)
 
     def link(self, key: str, new_key: str) -> None:
         """Give the bytes of ``key`` a second key: a copy that the service makes."""
         self._check(key)
-        self._check(new_key)
         self._refuse_existing(new_key)
-        with self._typed("copy", key):
-            obstore.copy(self._store, key, new_key)
+        size_bytes = self.head(key).size_bytes
+        client = self._clients.get("write", size_bytes)
+        self._ask("copy", key, lambda: obstore.copy(client, key, new_key))
+        found_bytes = self.head(new_key).size_bytes
+        if found_bytes != size_bytes:
+            raise DamagedError(
+                f"The copy {self._name(new_key)} has {found_bytes:,} of {size_bytes:,} bytes.",
+                operation="copy",
+                path=new_key,
+            )
 
-    def point(self, key: str, target: str) -> None:
-        """Make ``key`` a text with the target's name."""
-        self.put(key, f"{target}\n".encode())
-
-    def create_writer(self, key: str, size_bytes: int) -> FeedWriter:
-        """Begin to write a new key of a known size."""
+    def upload(self, key: str, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
+        """Upload an object in several pieces; one of that name is replaced."""
         self._check(key)
-        self._refuse_existing(key)
-        return FeedWriter(self, key, size_bytes, timeout_s=self._wait_s)
+        client, mark = self._clients.get("upload", _piece_bytes(size_bytes)), secrets.token_hex(16)
+        taken_bytes = 0
 
-    def open_reader(self, key: str) -> RangeReader:
-        """Open a key for reading."""
-        return RangeReader(self, key, self.head(key).size_bytes)
+        def paced() -> Iterator[bytes | memoryview]:
+            nonlocal taken_bytes
+            for piece in pieces:
+                self._pace.wait(self._pace.clock() + self._retry_timeout_s)
+                taken_bytes += len(piece)
+                yield piece
 
-    def sync_folder(self, folder: str) -> None:
-        """Do nothing: what was answered is durable."""
+        try:
+            self._ask(
+                "upload",
+                key,
+                lambda: obstore.put(
+                    client,
+                    key,
+                    paced(),
+                    attributes={_MARK: mark},
+                    use_multipart=True,
+                    chunk_size=_piece_bytes(size_bytes),
+                    max_concurrency=_UPLOADS_AT_ONCE,
+                ),
+                max_retries=0,
+            )
+        except StorageError:
+            # The answer to the last request of all may have got lost.
+            is_all = taken_bytes == size_bytes
+            if not (is_all and self._is_ours(key, mark, is_refused=False)):
+                raise
 
-    def local_path(self, key: str) -> str | None:  # noqa: ARG002 - the contract's name
-        """Return ``None``: there are no files."""
-        return None
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
+        """Return a range of bytes of a key. Used by the reader."""
+        client = self._clients.get("read", length)
+        return self._ask(
+            "read",
+            key,
+            lambda: memoryview(obstore.get_range(client, key, start=start, length=length)),
+        )
 
     def _probe_once(self) -> None:
         """Find out whether the place refuses to create what is there.
@@ -250,7 +297,7 @@ class CloudStore:
         Two objects are created under one random name. A place that accepts the second is used with
         a look before each create instead, which is safe with a single writer only.
         """
-        with self._lock:
+        with self._probing:
             if self._was_probed:
                 return
             key = f"probe-{secrets.token_hex(8)}"
@@ -260,100 +307,97 @@ class CloudStore:
             except ExistsError:
                 self._was_probed = True
             finally:
-                self.delete(key)
+                self._drop_probe(key)
             if self._was_probed:
                 return
             self._was_probed = True
             self.traits = replace(self.traits, exclusive_create=False)
+            self._warn_of_one_writer()
+
+    def _drop_probe(self, key: str) -> None:
+        try:
+            self.delete(key)
+        except AccessError as error:
             _log.warning(
-                "%s does not refuse to create what is there already: it is safe for one writer "
-                "only. Never let two processes save to one run there at the same time.",
-                self.url,
+                "%s stays: nothing can be deleted there, and so nothing can be pruned. %s",
+                self._name(key),
+                error,
             )
 
-    def upload(self, key: str, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
-        """Upload an object in several pieces; one of that name is replaced."""
-        self._check(key)
-        # Whole blocks, so that the client sends each from where it is.
-        piece_bytes = BLOCK_BYTES * max(1, -(-size_bytes // (BLOCK_BYTES * _MAX_PIECES)))
-        with self._typed("upload", key):
-            obstore.put(
-                self._store,
-                key,
-                iter(pieces),
-                use_multipart=True,
-                chunk_size=piece_bytes,
-                max_concurrency=_UPLOADS_AT_ONCE,
-            )
-
-    def read_range(self, key: str, start: int, length: int) -> memoryview:
-        """Return a range of bytes of a key. Used by the reader."""
-        with self._typed("read", key):
-            return memoryview(obstore.get_range(self._store, key, start=start, length=length))
-
-    def _check(self, key: str) -> str:
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"{self!r} cannot be used in a forked child of the process that opened it.",
-                hint="Start the process with spawn, and open the store there.",
-            )
-        return check_key(key, where=self.url)
-
-    def _name(self, key: str) -> str:
-        return f"{self.url}/{key}" if key else self.url
-
-    def _refuse_existing(self, key: str) -> None:
-        try:
-            self.head(key)
-        except MissingError:
+    def _refuse_harmed(self, key: str, data: bytes, size_bytes: int, checksum: str | None) -> None:
+        """Refuse bytes that are not what was sent, as far as the object says what that was."""
+        if len(data) != size_bytes:
+            said = f"with {len(data):,} of {size_bytes:,} bytes"
+        elif checksum is not None and checksum != f"{crc32c(data):08x}":
+            said = "with other bytes than were sent"
+        else:
             return
-        raise ExistsError(f"There is already a {self._name(key)}.", path=key)
+        raise DamagedError(f"{self._name(key)} came {said}.", operation="get", path=key)
 
-    def _has_mark(self, key: str, mark: str) -> bool:
+    def _refuse_missing_bucket(self) -> None:
+        """Tell a missing object from a missing bucket, which a look at an object does not."""
+        if self._is_bucket_known:
+            return
+        client = self._clients.get("read")
         try:
-            with self._typed("look at", key):
-                return bool(obstore.get(self._store, key).attributes.get(_MARK) == mark)
-        except CheckpointError:
+            self._ask("list", "", lambda: obstore.list(client, prefix="probe-").collect())
+        except AccessError:
+            self._is_bucket_known = True  # or it could not refuse
+
+    def _is_ours(self, key: str, mark: str, *, is_refused: bool) -> bool:
+        """Return whether an object is the one that was sent with a mark.
+
+        Raises:
+            CheckpointError: It cannot be looked at, and the service has said that there is one: so
+                it may be ours or not.
+        """
+        client = self._clients.get("read", BLOCK_BYTES)
+        try:
+            attributes = self._ask(
+                "look at",
+                key,
+                lambda: obstore.get(client, key).attributes,
+                max_retries=None if is_refused else 1,
+            )
+        except MissingError:
             return False
-
-    @contextmanager
-    def _typed(self, operation: str, key: str) -> Iterator[None]:
-        """Turn errors of the client into those of this library, without what they may give away."""
-        try:
-            yield
         except CheckpointError:
-            raise
-        except (obstore.exceptions.BaseError, OSError) as error:
-            raise typed_error(
-                str(error), type(error).__name__, operation=operation, name=self._name(key), key=key
-            ) from None
+            if is_refused:
+                raise
+            return False
+        return bool(attributes.get(_MARK) == mark)
+
+    def _ask(
+        self, operation: str, key: str, request: Callable[[], T], *, max_retries: int | None = None
+    ) -> T:
+        """Send a request until it is answered; see ``tries.py``."""
+
+        def explain(error: Exception, tries: int) -> CheckpointError:
+            said = str(error)
+            kind = said if isinstance(error, UnknownAnswerError) else type(error).__name__
+            name = self._name(key)
+            return typed_error(said, kind, operation=operation, name=name, key=key, tries=tries)
+
+        answer = self._tries.run(request, explain, max_retries=max_retries)
+        self._is_bucket_known = True
+        return answer
+
+    def _wait_s(self, size_bytes: int) -> float:
+        request_s = self._clients.request_s(_piece_bytes(size_bytes))
+        return 2 * self._retry_timeout_s + (_UPLOADS_AT_ONCE + 2) * request_s
 
 
-def _defaults(url: str) -> dict[str, Any]:
-    """Return what the client is told unless something else is asked for.
+def _piece_bytes(size_bytes: int) -> int:
+    # Whole blocks, so that the client sends each from where it is.
+    return BLOCK_BYTES * max(1, -(-size_bytes // (BLOCK_BYTES * _MAX_PIECES)))
 
-    Objects are deleted one by one: not every service that speaks S3 deletes several by one request,
-    and some do it and answer what the client does not take.
-    """
-    return {"disable_bulk_delete": True} if url.startswith(("s3://", "s3a://")) else {}
+
+def _checked(meta: Any) -> Any:
+    """Refuse the description of an object that no service of a bucket gives."""
+    if meta["e_tag"] is None:
+        raise UnknownAnswerError("an answer that is not of an object store")
+    return meta
 
 
 def _entry(meta: Mapping[str, Any]) -> Entry:
     return Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
-
-
-def _may_leave_unsigned(url: str, endpoint: str, options: Mapping[str, Any]) -> bool:
-    """Return whether bodies need no checksum of their own, which costs half of an upload's work.
-
-    TLS has one already, so that the tools of the service leave it out there as well.
-    """
-    is_said = "AWS_UNSIGNED_PAYLOAD" in os.environ or any(
-        name.lower().removeprefix("aws_") == "unsigned_payload" for name in options
-    )
-    is_s3 = url.startswith(("s3://", "s3a://"))
-    return is_s3 and not endpoint.startswith("http://") and not is_said
-
-
-def _endpoint_of_environment() -> str:
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
-    return next((os.environ[name] for name in names if os.environ.get(name)), "")

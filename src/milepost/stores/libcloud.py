@@ -9,8 +9,6 @@ The only module that imports libcloud.
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,20 +29,16 @@ from ..errors import (
     AccessError,
     CheckpointError,
     DamagedError,
-    ExistsError,
     FormatError,
     MissingError,
     StorageError,
     UsageError,
 )
 from ..format.layout import check_key
-from .base import Entry, Names, Traits
-from .ranges import RangeReader
-from .uploading import FeedWriter
+from .base import Entry, Names
+from .bucket import BucketStore
 
 __all__ = ["LibcloudStore", "make_driver"]
-
-_log = logging.getLogger("milepost")
 
 _WAIT_S = 180.0
 _CHUNK_BYTES = 1024 * 1024
@@ -77,7 +71,7 @@ def make_driver(provider: str, options: Mapping[str, Any]) -> Any:
 
 
 @final
-class LibcloudStore:
+class LibcloudStore(BucketStore):
     """Keeps each key as an object below a prefix of a container.
 
     Args:
@@ -95,43 +89,19 @@ class LibcloudStore:
         self, name: str, container: str, *, prefix: str = "", make: Callable[[], Any]
     ) -> None:
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self.url = f"libcloud://{name}/{container}/{self._prefix}".rstrip("/")
-        self.traits = Traits(
-            is_local=False, exclusive_create=False, hard_links=False, symlinks=False
-        )
+        url = f"libcloud://{name}/{container}/{self._prefix}".rstrip("/")
+        super().__init__(url, exclusive_create=False)
         self._container_name = container
         self._is_folder = name == "local"
         self._make = make
         self._local = threading.local()
-        self._creating = threading.Lock()
-        self._pid = os.getpid()
-        self._was_said = False
         with self._typed("look at", ""):
             self._container()
 
-    def __repr__(self) -> str:
-        return f"LibcloudStore({self.url!r})"
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        raise UsageError(
-            f"{self!r} cannot be pickled: it holds credentials.",
-            hint="Let the other process open the store itself.",
-        )
-
     def put_new(self, key: str, data: bytes) -> None:
         """Create ``key`` with ``data``, or raise ``ExistsError``. Safe for one writer only."""
-        if not self._was_said:
-            self._was_said = True
-            _log.warning(
-                "%s cannot refuse to create what is there already: it is safe for one writer only. "
-                "Never let two processes save to one run there at the same time.",
-                self.url,
-            )
-        with (
-            self._creating
-        ):  # among the threads that share this object it is exclusive all the same
-            self._refuse_existing(key)
-            self.put(key, data)
+        self._warn_of_one_writer()
+        self._create_after_look(key, data)
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace ``key``."""
@@ -191,12 +161,6 @@ class LibcloudStore:
         except MissingError:
             return
 
-    def rename(self, key: str, new_key: str) -> None:
-        """Move ``key`` to ``new_key``, which must not exist, in two steps. For records."""
-        data = self.get(key)
-        self.put_new(new_key, data)
-        self.delete(key)
-
     def link(self, key: str, new_key: str) -> None:
         """Give the bytes of ``key`` a second key: they are read and written again."""
         self._refuse_existing(new_key)
@@ -205,26 +169,6 @@ class LibcloudStore:
             driver, found = self._object(key)
             stream = driver.download_object_as_stream(found, _CHUNK_BYTES)
             driver.upload_object_via_stream(iter(stream), found.container, path)
-
-    def point(self, key: str, target: str) -> None:
-        """Make ``key`` a text with the target's name."""
-        self.put(key, f"{target}\n".encode())
-
-    def create_writer(self, key: str, size_bytes: int) -> FeedWriter:
-        """Begin to write a new key of a known size."""
-        self._refuse_existing(key)
-        return FeedWriter(self, key, size_bytes, timeout_s=_WAIT_S)
-
-    def open_reader(self, key: str) -> RangeReader:
-        """Open a key for reading."""
-        return RangeReader(self, key, self.head(key).size_bytes)
-
-    def sync_folder(self, folder: str) -> None:
-        """Do nothing: what was answered is durable."""
-
-    def local_path(self, key: str) -> str | None:  # noqa: ARG002 - the contract's name
-        """Return ``None``: whether there are files is not known."""
-        return None
 
     def upload(self, key: str, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
         """Upload an object as a stream; one of that name is replaced."""
@@ -247,11 +191,7 @@ class LibcloudStore:
 
     def _container(self) -> tuple[Any, Any]:
         """Return the driver of this thread and the container."""
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"{self!r} cannot be used in a forked child of the process that opened it.",
-                hint="Start the process with spawn, and open the store there.",
-            )
+        self._refuse_fork()
         found: tuple[Any, Any] | None = getattr(self._local, "container", None)
         if found is None:
             driver = self._make()
@@ -275,15 +215,8 @@ class LibcloudStore:
     def _path(self, key: str) -> str:
         return self._prefix + check_key(key, where=self.url)
 
-    def _name(self, key: str) -> str:
-        return f"{self.url}/{key}" if key else self.url
-
-    def _refuse_existing(self, key: str) -> None:
-        try:
-            self.head(key)
-        except MissingError:
-            return
-        raise ExistsError(f"There is already a {self._name(key)}.", path=key)
+    def _wait_s(self, size_bytes: int) -> float:  # noqa: ARG002 - the same for all
+        return _WAIT_S
 
     @contextmanager
     def _typed(self, operation: str, key: str) -> Iterator[None]:

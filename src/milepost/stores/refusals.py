@@ -8,14 +8,30 @@ it was tried.
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from ..errors import AccessError, CheckpointError, ExistsError, MissingError, StorageError
+from ..errors import (
+    AccessError,
+    CheckpointError,
+    ExistsError,
+    MissingError,
+    NoSpaceError,
+    StorageError,
+)
 
-__all__ = ["typed_error"]
+__all__ = ["UnknownAnswerError", "is_passing", "says_slow_down", "typed_error"]
 
-_CODE = re.compile(r"<Code>(\w{1,64})</Code>|\"code\":\s*\"(\w{1,64})\"")
+
+class UnknownAnswerError(Exception):
+    """An answer that the service cannot have given; internal, turned into a ``StorageError``."""
+
+
+_CODE = re.compile(
+    r"<Code>(\w{1,64})</Code>|\"code\":\s*\"(\w{1,64})\"|\(code: (\w{1,64})\)|code: \"(\w{1,64})\""
+)
 _STATUS = re.compile(r"status code: (\d{3})|status: (\d{3})")
 _RETRIES = re.compile(r"after (\d{1,4}) retries|retries: (\d{1,4})")
+_BARE_REDIRECT = "BareRedirect"
 
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})
 _NO_ACCESS = frozenset(
@@ -31,56 +47,108 @@ _NO_ACCESS = frozenset(
         "TokenRefreshRequired",
     }
 )
+_HINTS = {
+    "ExpiredToken": "The credentials have expired; get new ones, or let them be renewed by the "
+    "role of the machine.",
+    "RequestTimeTooSkewed": "The clock of this machine is wrong; set it.",
+}
 _ELSEWHERE = frozenset(
     {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 )
+_NO_SPACE = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
+_CONFLICTS = frozenset({"ConditionalRequestConflict", "OperationAborted"})
+"""Two requests for one key met. Nothing is said of what is there."""
+
+_PASSING = _CONFLICTS | {
+    "BadDigest",
+    "IncompleteBody",
+    "InternalError",
+    "Md5Mismatch",
+    "RequestTimeout",
+    "ServerBusy",
+    "ServiceUnavailable",
+    "SlowDown",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+}
+_SLOW_DOWN = frozenset(
+    {"RequestLimitExceeded", "ServerBusy", "SlowDown", "Throttling", "ThrottlingException"}
+)
+_NEED_A_KEY = frozenset({"copy", "delete", "get", "look at", "read"})
+"""Operations for which "not found" means the object; for the others it is a part of the place."""
+
 _SAFE = "Earlier checkpoints are intact."
 
 
-def typed_error(text: str, kind: str, *, operation: str, name: str, key: str) -> CheckpointError:
+def typed_error(
+    text: str, kind: str, *, operation: str, name: str, key: str, tries: int = 1
+) -> CheckpointError:
     """Return the error to raise.
 
     Args:
         text: What the client said.
-        kind: Name of the class of its error.
+        kind: Name of the class of its error, or what happened in plain words.
         operation: What was being done.
         name: The full address of the object.
         key: Its key.
+        tries: How often it was tried, if the client does not say more.
     """
     code = _first(_CODE, text)
-    status = int(_first(_STATUS, text) or 0)
-    tries = int(_first(_RETRIES, text) or 0) + 1
-    said = ", ".join(filter(None, (f"status {status}" if status else "", code))) or _kind(
-        text, kind
-    )
-    what = f"Could not {operation} {name}: {said}" + (
+    status = 301 if _BARE_REDIRECT in text else int(_first(_STATUS, text) or 0)
+    tries = max(tries, int(_first(_RETRIES, text) or 0) + 1)
+    said = ", ".join(filter(None, (f"status {status}" if status else "", code)))
+    what = f"Could not {operation} {name}: {said or _kind(text, kind)}" + (
         f", after {tries} tries." if tries > 1 else "."
     )
-    facts = {
+    facts: dict[str, Any] = {
         "operation": operation,
         "path": key,
         "status": status or None,
         "code": code or None,
         "tries": tries,
     }
+    is_refused = kind in ("PermissionDeniedError", "UnauthenticatedError")
     if code in _NO_BUCKET:
         hint = "There is no such bucket; create it, or look at the address."
         return StorageError(what, safe=_SAFE, hint=hint, **facts)
-    if (
-        kind in ("PermissionDeniedError", "UnauthenticatedError")
-        or code in _NO_ACCESS
-        or status in (401, 403)
-    ):
-        hint = "Look at the credentials of this process, and at what they are allowed to do there."
+    if is_refused or code in _NO_ACCESS or status in (401, 403):
+        hint = _HINTS.get(
+            code,
+            "Look at the credentials of this process, and at what they are allowed to do there.",
+        )
         return AccessError(what, safe=_SAFE, hint=hint, **facts)
     if code in _ELSEWHERE or status == 301:
         hint = "The bucket is in another region or at another endpoint than was said."
         return StorageError(what, safe=_SAFE, hint=hint, **facts)
-    if kind in ("NotFoundError", "FileNotFoundError") or status == 404:
-        return MissingError(f"There is no {name}.", path=key)
-    if kind in ("AlreadyExistsError", "PreconditionError"):
-        return ExistsError(f"There is already a {name}.", path=key)
+    is_missing = kind in ("NotFoundError", "FileNotFoundError") or status == 404
+    if is_missing and operation in _NEED_A_KEY:
+        return MissingError(f"There is no {name}.", **facts)
+    is_there = kind in ("AlreadyExistsError", "PreconditionError")
+    if is_there and operation == "create" and code not in _CONFLICTS:
+        return ExistsError(f"There is already a {name}.", **facts)
+    if code in _NO_SPACE or status == 507:
+        hint = "Make room there, or keep fewer checkpoints."
+        return NoSpaceError(what, safe=_SAFE, hint=hint, **facts)
     return StorageError(what, safe=_SAFE, hint="The place may be unwell; try again later.", **facts)
+
+
+def is_passing(error: CheckpointError) -> bool:
+    """Return whether the same request may succeed a little later."""
+    if not isinstance(error, StorageError) or isinstance(error, NoSpaceError):
+        return False
+    status, code = error.facts.get("status"), error.facts.get("code")
+    if code in _NO_BUCKET or code in _ELSEWHERE:
+        return False
+    # Without a status nothing was answered, or nothing that the client understands; and some
+    # services put an error into an answer that begins with 200.
+    return (
+        status is None or status < 300 or status >= 500 or status in (408, 429) or code in _PASSING
+    )
+
+
+def says_slow_down(error: CheckpointError) -> bool:
+    """Return whether the service asked for fewer requests."""
+    return error.facts.get("status") in (429, 503) or error.facts.get("code") in _SLOW_DOWN
 
 
 def _kind(text: str, kind: str) -> str:

@@ -1,0 +1,147 @@
+"""Clients of obstore for one bucket, by what a request carries and which way.
+
+A client has one time limit for all of its requests. So there is one for each size of requests, and
+each request gets the time that its bytes take on the slowest connection. A client that reads also
+notices when nothing comes any more; while bytes are sent nothing is expected to come, and the time
+of the request is the limit.
+
+Single requests are tried again by whoever sends them; only a client for uploads does so itself,
+since it alone holds the pieces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal, final
+
+from obstore.store import from_url
+
+from ..errors import UsageError
+from ..format.digest import BLOCK_BYTES
+
+__all__ = ["Clients"]
+
+_CONNECT_S = 10
+_SIZES = (1024 * 1024, BLOCK_BYTES, 8 * BLOCK_BYTES, 64 * BLOCK_BYTES, 512 * BLOCK_BYTES)
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+
+
+@final
+class Clients:
+    """Makes clients as they are needed, and keeps them.
+
+    Args:
+        url: The address of the prefix.
+        config: Options by the names that obstore gives them.
+        max_retries: How often the client tries each request of an upload again.
+        retry_timeout_s: For how long.
+        silent_timeout_s: How long a connection may give nothing before it counts as broken.
+        slowest_bytes_s: What each connection carries at least.
+
+    Attributes:
+        endpoint: The address of the service, or empty if the client knows it by itself.
+        are_uploads_checked: Whether the service compares what comes with a checksum of what was
+            sent: S3 does, by the signature of the request.
+
+    Raises:
+        UsageError: The client cannot be made of this.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        config: Mapping[str, Any],
+        *,
+        max_retries: int,
+        retry_timeout_s: float,
+        silent_timeout_s: float,
+        slowest_bytes_s: int,
+    ) -> None:
+        is_s3 = url.startswith(("s3://", "s3a://"))
+        self.endpoint = str(config.get("endpoint") or _from_environment(*_ENDPOINTS))
+        options = {**(_defaults_of_s3(config, self.endpoint) if is_s3 else {}), **config}
+        self.are_uploads_checked = is_s3 and _has_checksum(options)
+        self._silent_timeout_s = silent_timeout_s
+        self._slowest_bytes_s = slowest_bytes_s
+        self._clients: dict[tuple[str, int], Any] = {}
+
+        # A function, not a field: what is printed of this object must not hold credentials.
+        def make(kind: str, size_bytes: int) -> Any:
+            client: dict[str, Any] = {
+                "allow_http": self.endpoint.startswith("http://"),
+                "connect_timeout": f"{_CONNECT_S}s",
+                "timeout": _text(self.request_s(size_bytes)),
+            }
+            if kind == "read":
+                client["read_timeout"] = _text(silent_timeout_s)
+            retries: dict[str, Any] = {
+                "max_retries": max_retries if kind == "upload" else 0,
+                "retry_timeout": timedelta(seconds=retry_timeout_s),
+            }
+            any_from_url: Any = from_url
+            return any_from_url(url, client_options=client, retry_config=retries, **options)
+
+        self._make = make
+        try:
+            self.get("read")
+        except Exception as error:  # noqa: BLE001 - of a library: whatever it is, there is no client
+            raise UsageError(
+                f"No client can be made for {url}: {type(error).__name__}.",
+                hint="Look at the address, and at the options that were given with it.",
+                path=url,
+            ) from None  # its text may hold what it was given
+
+    def get(self, kind: Literal["read", "write", "upload"], size_bytes: int = 0) -> Any:
+        """Return the client for requests that carry so many bytes at most."""
+        which = kind, next((size for size in _SIZES if size_bytes <= size), _SIZES[-1])
+        client = self._clients.get(which)
+        return client or self._clients.setdefault(which, self._make(*which))
+
+    def request_s(self, size_bytes: int) -> float:
+        """Return the time that a request with so many bytes has."""
+        return self._silent_timeout_s + size_bytes / self._slowest_bytes_s
+
+
+def _defaults_of_s3(config: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
+    """Return what the client is told unless something else is asked for.
+
+    Objects are deleted one by one: not every service that speaks S3 deletes several by one request,
+    and some do it and answer what the client does not take.
+
+    A body needs no SHA-256 in its signature where TLS protects it, as the tools of the service
+    leave it out there too: it costs half of an upload's work. S3 itself is given another checksum
+    to compare, which costs next to nothing; not all that speak its protocol know that one.
+    """
+    defaults: dict[str, Any] = {"disable_bulk_delete": True}
+    if not endpoint.startswith("http://") and not _option(config, "unsigned_payload"):
+        defaults["unsigned_payload"] = True
+        if not endpoint and not _option(config, "checksum_algorithm"):
+            defaults["checksum_algorithm"] = "CRC64NVME"
+    return defaults
+
+
+def _has_checksum(options: Mapping[str, Any]) -> bool:
+    """Return whether requests say what their bodies must be."""
+
+    def is_on(name: str) -> bool:
+        return _option(options, name).lower() not in ("", "false")
+
+    is_signed = not (is_on("unsigned_payload") or is_on("skip_signature"))
+    return is_signed or is_on("checksum_algorithm")
+
+
+def _option(options: Mapping[str, Any], name: str) -> str:
+    """Return an option that was given, or is in the environment, or nothing."""
+    names = (name, f"aws_{name}")
+    given = next((str(v) for k, v in options.items() if k.lower() in names), "")
+    return given or _from_environment(f"AWS_{name.upper()}")
+
+
+def _text(seconds: float) -> str:
+    return f"{round(seconds * 1000)}ms"
+
+
+def _from_environment(*names: str) -> str:
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
