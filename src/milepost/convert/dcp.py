@@ -311,7 +311,12 @@ class DcpSource:
                 if one.leaves:
                     packed.setdefault(place.item, []).append(one)
         for item, several in packed.items():
-            together = PackedItem(item, None, [leaf for one in several for leaf in one.leaves])
+            together = PackedItem(
+                item,
+                None,
+                [leaf for one in several for leaf in one.leaves],
+                [tensor for one in several for tensor in one.tensors],
+            )
             self.values[item] = MemorySource.from_packed(self.name, [together])
         return {item: build_tree(found) for item, found in leaves.items()}
 

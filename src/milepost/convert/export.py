@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ..engine.single import check_plain
 from ..errors import ExistsError, MissingError, UnsupportedStateError, UsageError, storage_error
 from ..format.header import ITEM_SIZES, encode_header
 from ..stores import posix
-from ..tensors.pack import Leaf, pack_item
+from ..tensors.pack import pack_item
 
 __all__ = ["FORMATS", "export_checkpoint", "tied_names", "write_whole_file"]
 
@@ -107,15 +108,17 @@ def _write_safetensors(item: tuple[str, Any]) -> Callable[[int], None]:
     packed = pack_item(name, dict(weights) if isinstance(weights, Mapping) else weights)
     metadata = {"format": "pt", **tied_names(name, packed.tree)}
     # Larger elements first: then every tensor is aligned to its own.
-    leaves = sorted(packed.leaves, key=lambda leaf: -ITEM_SIZES[leaf.code])
+    found = zip(packed.leaves, packed.tensors, strict=True)
+    leaves = sorted(found, key=lambda one: -ITEM_SIZES[one[0].code])
     header, _ = encode_header(
-        ((leaf.key, leaf.code, leaf.shape, leaf.num_bytes) for leaf in leaves), metadata=metadata
+        ((leaf.key, leaf.code, leaf.shape, leaf.num_bytes) for leaf, _ in leaves),
+        metadata=metadata,
     )
 
     def write(descriptor: int) -> None:
         posix.write_all(descriptor, header)
-        for leaf in leaves:
-            for block in _blocks(leaf):
+        for _, tensor in leaves:
+            for block in _blocks(tensor):
                 posix.write_all(descriptor, block)
 
     return write
@@ -151,10 +154,10 @@ def tied_names(item: str, tree: Any) -> dict[str, str]:
     return tied
 
 
-def _blocks(leaf: Leaf) -> list[memoryview]:
-    if leaf.num_bytes == 0:
+def _blocks(tensor: Tensor) -> list[memoryview]:
+    if tensor.numel() == 0:
         return []
-    raw = leaf.tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
     view = memoryview(raw.numpy())  # type: ignore[arg-type]  # arrays are buffers
     return [view[at : at + _WRITE_BYTES] for at in range(0, len(view), _WRITE_BYTES)]
 

@@ -59,7 +59,7 @@ class Plan:
     Attributes:
         parts: Its parts.
         arena_bytes: Memory that they take together.
-        signature: Names, dtypes and shapes that it was made for.
+        signature: The names of the items and the leaves that it was made for.
     """
 
     parts: tuple[PartPlan, ...]
@@ -82,17 +82,8 @@ def make_plan(
         previous: Returned as it is when it was made for a state of the same structure.
         rank: This rank, where several write.
     """
-    signature = [
-        (
-            item.name,
-            # The code alone does not tell the dtypes apart that are stored as raw bytes.
-            [
-                (leaf.part_key, leaf.tensor.dtype, leaf.shape, leaf.is_frozen)
-                for leaf in item.leaves
-            ],
-        )
-        for item in items
-    ]
+    # Of leaves that are the very ones of the save before no more than that is looked at.
+    signature = [(item.name, item.leaves) for item in items]
     if previous is not None and previous.signature == signature:
         return previous
     parts: list[PartPlan] = []
@@ -129,7 +120,7 @@ def _plan_part(
     def place(index: int) -> tuple[int, bool]:
         leaf = item.leaves[index]
         # Raw bytes of a dtype without a code are still copied as that dtype.
-        return part_order(max(ITEM_SIZES[leaf.code], leaf.tensor.itemsize), leaf.num_bytes)
+        return part_order(max(ITEM_SIZES[leaf.code], leaf.dtype.itemsize), leaf.num_bytes)
 
     order = sorted(chosen, key=place)
     described: list[Leaf] = [item.leaves[index] for index in order]

@@ -65,15 +65,15 @@ def mark(
     if how == "none":
         return Marks()
     chosen = [
-        (f"{item.name}/{leaf.part_key}", leaf, shared)
+        (f"{item.name}/{leaf.part_key}", tensor, shared)
         for item in items
-        for leaf in item.leaves
+        for leaf, tensor in zip(item.leaves, item.tensors, strict=True)
         if (shared := _shared(item, leaf, rank, world_size))
     ]
     with torch.no_grad():
         taken = [
-            _all_bytes(leaf.tensor) if how == "full" else _sample(leaf.tensor, f"{name}/{label}")
-            for label, leaf, _ in chosen
+            _all_bytes(tensor) if how == "full" else _sample(tensor, f"{name}/{label}")
+            for label, tensor, _ in chosen
         ]
     groups: dict[str, dict[str, int]] = defaultdict(dict)
     for (label, _, ranks), data in zip(chosen, _on_host(taken), strict=True):
@@ -141,7 +141,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _shared(item: PackedItem, leaf: Leaf, rank: int, world_size: int) -> str:
     """Return the ranks that share a tensor with this one, as text; nothing if none do."""
-    if item.home not in ("all", "spread") or leaf.is_leaders or not leaf.tensor.numel():
+    if item.home not in ("all", "spread") or leaf.is_leaders or not leaf.num_bytes:
         return ""
     ranks = tuple(range(world_size)) if leaf.replicas is None else leaf.replicas
     if len(ranks) < 2 or rank not in ranks:

@@ -107,12 +107,13 @@ def own_share(
     """
     packed = list(items)
     seen = owners_seen(packed, rank=rank, world_size=world_size, to_leader=to_leader)
-    return [
-        PackedItem(
-            item.name,
-            item.tree,
-            [leaf for leaf in item.leaves if seen.get((item.name, leaf.part_key)) == rank],
-            home=item.home,
-        )
-        for item in packed
-    ]
+    shares = []
+    for item in packed:
+        own = [
+            index
+            for index, leaf in enumerate(item.leaves)
+            if seen.get((item.name, leaf.part_key)) == rank
+        ]
+        leaves, tensors = [item.leaves[i] for i in own], [item.tensors[i] for i in own]
+        shares.append(PackedItem(item.name, item.tree, leaves, tensors, item.home))
+    return shares

@@ -64,8 +64,8 @@ class Stager:
         staged = []
         with torch.no_grad():
             for part in plan.parts:
-                leaves = by_name[part.item].leaves
-                sources = [leaves[index].tensor for index in part.leaves]
+                tensors = by_name[part.item].tensors
+                sources = [tensors[index] for index in part.leaves]
                 staged.append(self._stage_part(part, sources))
         _synchronize(items)
         return staged
@@ -123,7 +123,7 @@ def _same_bytes(first: Tensor, second: Tensor) -> bool:
 
 def _synchronize(items: Sequence[PackedItem]) -> None:
     """Wait for copies from accelerators, which return before they are done."""
-    devices = {leaf.tensor.device for item in items for leaf in item.leaves}
+    devices = {tensor.device for item in items for tensor in item.tensors}
     for device in devices:
         if device.type != "cpu":
             getattr(torch, device.type).synchronize(device)

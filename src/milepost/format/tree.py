@@ -53,6 +53,7 @@ __all__ = [
     "decode",
     "encode",
     "key_text",
+    "num_codecs",
     "path_text",
     "register_codec",
 ]
@@ -100,6 +101,11 @@ def register_codec(
     _DECODERS[tag] = decode
 
 
+def num_codecs() -> int:
+    """Return how many classes were registered with :func:`register_codec` so far."""
+    return len(_ENCODERS)
+
+
 def path_text(path: Path) -> str:
     """Write a path as one would in Python: ``callbacks['EMA']['shadow'][3]``."""
     head, *rest = path or ("state",)
@@ -119,18 +125,19 @@ def key_text(key: Any, *, write: Callable[[Any], str] = str) -> str:
         return f"{type(key).__qualname__} of too many digits"
 
 
-def encode(value: Any, *, sink: Sink | None = None, path: Path = ()) -> Any:
+def encode(value: Any, *, sink: Sink | None = None, path: Path = (), depth: int = 0) -> Any:
     """Turn a value into JSON.
 
     Args:
         value: Anything made of the kinds listed above and of what the sink knows.
         sink: Stores what this file does not know, tensors for example.
         path: Where the value stands, for error messages and for the sink.
+        depth: How deep that is in what is stored.
 
     Raises:
         UnsupportedStateError: A value has no form. Nothing has been written then.
     """
-    return _encode(value, sink, path, 0)
+    return _encode(value, sink, path, depth)
 
 
 def decode(value: Any, *, resolver: Resolver | None = None) -> Any:

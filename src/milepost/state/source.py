@@ -13,7 +13,7 @@ from ..errors import FormatError, MissingError
 from ..tensors.boxes import Box, is_sharded
 from ..tensors.dtypes import dtype_of_code
 from ..tensors.flat import Run, pieces_of
-from ..tensors.pack import PackedItem, pack_item
+from ..tensors.pack import Leaf, PackedItem, pack_item
 from ..tensors.unpack import leaf_keys, unpack_item
 
 __all__ = [
@@ -76,17 +76,14 @@ class MemorySource:
     def __init__(self, name: str, items: Mapping[str, Any]) -> None:
         self.name = name
         self._packed = {item: pack_item(item, value) for item, value in items.items()}
-        self._leaves = {
-            item: {leaf.key: leaf for leaf in packed.leaves}
-            for item, packed in self._packed.items()
-        }
+        self._leaves = {item: _by_key(packed) for item, packed in self._packed.items()}
 
     @classmethod
     def from_packed(cls, name: str, items: Sequence[PackedItem]) -> MemorySource:
         """Wrap items that were packed already."""
         source = cls(name, {})
         source._packed = {packed.name: packed for packed in items}
-        source._leaves = {p.name: {leaf.key: leaf for leaf in p.leaves} for p in items}
+        source._leaves = {packed.name: _by_key(packed) for packed in items}
         return source
 
     @property
@@ -96,18 +93,23 @@ class MemorySource:
 
     def tensors(self, item: str) -> Mapping[str, TensorInfo]:
         """Return what each dense tensor of an item is."""
-        return {k: TensorInfo(leaf.code, leaf.shape) for k, leaf in self._leaves[item].items()}
+        return {k: TensorInfo(leaf.code, leaf.shape) for k, (leaf, _) in self._leaves[item].items()}
 
     def read(self, wanted: Sequence[tuple[str, str, Tensor | Run]]) -> None:
         """Copy tensors into existing ones."""
         with torch.no_grad():
             for item, key, destination in wanted:
-                whole = self._leaves[item][key].tensor
+                whole = self._leaves[item][key][1]
                 for box, live in pieces_of(destination):
                     if live.dtype is torch.uint8 and whole.dtype is not torch.uint8:
                         raw = whole.contiguous().reshape(-1).view(torch.uint8)
                         whole = raw.view((*whole.shape, whole.itemsize))
                     live.copy_(whole[box.slices(within=Box.whole(whole.shape))])
+
+
+def _by_key(packed: PackedItem) -> dict[str, tuple[Leaf, Tensor]]:
+    found = zip(packed.leaves, packed.tensors, strict=True)
+    return {leaf.key: (leaf, tensor) for leaf, tensor in found}
 
 
 def new_tensor(info: TensorInfo) -> Tensor:

@@ -17,6 +17,7 @@ from ..errors import DuplicateNameError, UsageError
 from ..progress.timer import Timer
 from ..ranks.team import Team
 from ..tensors.pack import Home, PackedItem, pack_item
+from ..tensors.packing import Packing
 from .holders import Holders, join_places
 from .loader import ResumableLoader
 from .model import ModelPart
@@ -64,6 +65,7 @@ class Tracked:
         self.strict = strict
         self._objects: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
+        self._packings: dict[str, Packing] = {}
         self._homes: dict[str, Home] = {}
         self._holders: dict[str, Holders] = {}
         self._names_now: list[ParameterNames] = []
@@ -102,6 +104,7 @@ class Tracked:
         if isinstance(target, PerRank | FromLeader):
             target = target.target
         self._parts[name] = self._part(name, target)
+        self._packings[name] = Packing(name)
         self._objects[name], self._homes[name] = target, home
 
     def parameter_names(self) -> ParameterNames:
@@ -205,8 +208,7 @@ class Tracked:
 
     def _pack(self, name: str, part: Part) -> PackedItem:
         is_spread = part.spread() is not None and self._homes[name] == "all"
-        return pack_item(
-            name,
+        return self._packings[name].pack(
             part.capture(),
             frozen=part.frozen(),
             leaders=part.leaders(),

@@ -5,7 +5,8 @@ item's part, and leaves a tag in its place. Two names for one tensor get one key
 weights are written once and come back tied. Of a view only the view is written. Sparse and
 quantized tensors are taken apart into dense ones.
 
-Nothing is copied here: a leaf refers to the live memory until it is staged.
+Nothing is copied here: the tensors of an item are live memory until they are staged. How an item is
+packed that was packed before stands in ``packing.py``.
 """
 
 from __future__ import annotations
@@ -25,17 +26,26 @@ from .dtypes import CODES, dtype_name, named_dtype
 from .flat import Run
 from .grids import Grid, grid_of
 
-__all__ = ["Holders", "Home", "Leaf", "PackedItem", "pack_item"]
+__all__ = [
+    "PLAIN_TENSORS",
+    "Holders",
+    "Home",
+    "Leaf",
+    "PackedItem",
+    "is_inline",
+    "pack_item",
+    "simple_tag",
+]
 
 INLINE_ARRAY_BYTES = 16 * 1024
 """Numpy arrays up to this size stay in the tree; larger ones go to the part like tensors."""
 
-_PLAIN_TENSORS: tuple[type, ...] = (
+PLAIN_TENSORS: tuple[type, ...] = (
     torch.Tensor,
     torch.nn.Parameter,
     getattr(torch.nn, "Buffer", torch.nn.Parameter),  # since torch 2.5
 )
-
+"""Classes whose instances are their values and nothing else."""
 
 Home = Literal["all", "each", "leader", "spread"]
 """Whose an item is, of several ranks: the same on all of them, of each its own, the leader's, or
@@ -47,12 +57,11 @@ Holders = Callable[[tree.Path], tuple[int, ...]]
 
 @dataclass(slots=True)
 class Leaf:
-    """One dense tensor to store.
+    """What one dense tensor to store is. Saves of one structure share it: it does not change.
 
     Attributes:
         key: Its name in the tree.
-        tensor: The live tensor, detached, of any device and stride; of a sharded one the piece that
-            this rank holds.
+        dtype: Dtype of the live tensor.
         code: Dtype code in the container.
         shape: Shape in the container; one dimension more than the tensor's for raw bytes.
         num_bytes: Bytes in the part.
@@ -65,7 +74,7 @@ class Leaf:
     """
 
     key: str
-    tensor: Tensor
+    dtype: torch.dtype
     code: str
     shape: tuple[int, ...]
     num_bytes: int
@@ -91,13 +100,16 @@ class PackedItem:
     Attributes:
         name: Name of the item.
         tree: The JSON that stands for its structure.
-        leaves: The tensors that the tree refers to.
+        leaves: What the tensors are that the tree refers to.
+        tensors: The live tensor of each leaf, detached, of any device and stride; of a sharded one
+            the piece that this rank holds.
         home: Whose it is.
     """
 
     name: str
     tree: Any
     leaves: list[Leaf] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
     home: Home = "all"
 
 
@@ -130,19 +142,40 @@ def pack_item(
     names = set(frozen)
     if names:
         for key, pieces in packer.leaves.items():
-            for leaf in pieces:
+            for leaf, _ in pieces:
                 leaf.is_frozen = packer.aliases[key] <= names
     for key in leaders:
         # Of a sharded tensor the leader has a piece only.
         if key in packer.leaves and key not in packer.sharded:
-            packer.leaves[key][0].is_leaders = True
-    return PackedItem(name, packed, [leaf for one in packer.leaves.values() for leaf in one], home)
+            packer.leaves[key][0][0].is_leaders = True
+    found = [pair for pieces in packer.leaves.values() for pair in pieces]
+    return PackedItem(name, packed, [leaf for leaf, _ in found], [one for _, one in found], home)
+
+
+def simple_tag(value: Any) -> dict[str, Any] | None:
+    """Return the tag of what describes tensors; ``None`` for anything else."""
+    if isinstance(value, torch.dtype):
+        return {"$": "torch.dtype", "v": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"$": "torch.device", "v": str(value)}
+    if isinstance(value, torch.Size):
+        return {"$": "torch.Size", "v": list(value)}
+    return None
+
+
+def is_inline(value: Any) -> bool:
+    """Return whether a value without tensors stays in the tree, as all do but large arrays."""
+    if type(value).__module__ != "numpy" or type(value).__name__ not in ("ndarray", "memmap"):
+        return True
+    if value.nbytes <= INLINE_ARRAY_BYTES or not value.dtype.isnative:
+        return True
+    return named_dtype(value.dtype.name) is None
 
 
 class _Packer:
     def __init__(self, holders: Holders | None = None) -> None:
         self._holders = holders
-        self.leaves: dict[str, list[Leaf]] = {}
+        self.leaves: dict[str, list[tuple[Leaf, Tensor]]] = {}
         self.aliases: dict[str, set[str]] = {}
         self.sharded: set[str] = set()
         self._seen: dict[tuple[Any, ...], str] = {}
@@ -153,12 +186,9 @@ class _Packer:
             return self._tensor(path, value)
         if isinstance(value, Run):
             return self._dense(path, value)
-        if isinstance(value, torch.dtype):
-            return {"$": "torch.dtype", "v": dtype_name(value)}
-        if isinstance(value, torch.device):
-            return {"$": "torch.device", "v": str(value)}
-        if isinstance(value, torch.Size):
-            return {"$": "torch.Size", "v": list(value)}
+        tag = simple_tag(value)
+        if tag is not None:
+            return tag
         if isinstance(value, torch.Generator):
             state = self._tensor((*path, "state"), value.get_state())
             return {"$": "torch.Generator", "device": str(value.device), "state": state}
@@ -171,11 +201,7 @@ class _Packer:
         return self._array(path, value)
 
     def _array(self, path: tree.Path, value: Any) -> Any:
-        if type(value).__module__ != "numpy" or type(value).__name__ not in ("ndarray", "memmap"):
-            return None
-        if value.nbytes <= INLINE_ARRAY_BYTES or not value.dtype.isnative:
-            return None
-        if named_dtype(value.dtype.name) is None:
+        if is_inline(value):
             return None
         import numpy as np
 
@@ -185,7 +211,7 @@ class _Packer:
     def _tensor(self, path: tree.Path, value: Tensor) -> Any:
         if is_sharded(value) and value.device.type != "meta":
             return self._dense(path, value.detach())
-        if type(value) not in _PLAIN_TENSORS or value.device.type == "meta" or value.is_nested:
+        if type(value) not in PLAIN_TENSORS or value.device.type == "meta" or value.is_nested:
             raise UnsupportedStateError(
                 f"{tree.path_text(path)} is a {_describe(value)} without storable values.",
                 hint=_hint(value),
@@ -278,7 +304,7 @@ class _Packer:
 
     def _leaves(
         self, key: str, value: Tensor | Run, code: str | None, replicas: tuple[int, ...] | None
-    ) -> list[Leaf]:
+    ) -> list[tuple[Leaf, Tensor]]:
         """Return what this rank has of a tensor: one piece; of a run several, or an empty one."""
         if isinstance(value, Run):
             nothing = (0,) * len(value.shape)
@@ -295,8 +321,11 @@ class _Packer:
                 box = Box((*box.offsets, 0), (*sizes, raw))  # noqa: PLW2901
                 sizes, shape = box.sizes, (*whole, raw)
             tensor = local.resolve_conj().resolve_neg()
-            leaf = Leaf(key, tensor, code or "U8", sizes, local.nbytes, box, shape, replicas, grid)
-            found.append(leaf)
+            num_bytes = local.nbytes
+            leaf = Leaf(
+                key, value.dtype, code or "U8", sizes, num_bytes, box, shape, replicas, grid
+            )
+            found.append((leaf, tensor))
         return found
 
     def _replicas(self, path: tree.Path, value: Tensor | Run) -> tuple[int, ...] | None:

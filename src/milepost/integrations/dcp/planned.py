@@ -147,8 +147,8 @@ def value_of(planner: SavePlanner, item: WriteItem, place: Place) -> tuple[Any, 
             leaf.whole_shape,
             leaf.box,
             leaf.num_bytes,
-            LiveBytes(lambda leaf=leaf: leaf.tensor, leaf.num_bytes),  # type: ignore[misc]
+            LiveBytes(lambda tensor=tensor: tensor, leaf.num_bytes),  # type: ignore[misc]
         )
-        for leaf in packed.leaves
+        for leaf, tensor in zip(packed.leaves, packed.tensors, strict=True)
     ]
     return packed.tree, boxes
