@@ -36,6 +36,7 @@ from .progress.timer import Timer
 from .ranks.solo import RankCheck, Team
 from .ranks.stopping import StopTogether
 from .ranks.team import join_team
+from .ranks.timed import TimedTogether
 from .resumption import Resumption
 from .runs.keep import KeepPolicy
 from .saves import Saves
@@ -156,6 +157,8 @@ class Checkpointer:
             loaders=self._loaders,
         )
         self._stopping = StopTogether(self._writer.team)
+        self._clock_schedule: Schedule | None = None
+        self._timed: TimedTogether | None = None
         self._is_rolled_back = False
         self._total_epochs: int | None = None
         self._is_open = False
@@ -232,8 +235,7 @@ class Checkpointer:
             return self
         self._writer.team = join_team() if team is None else team
         self._stopping = StopTogether(self._writer.team)
-        with self._writer.telling():
-            self._require_one_clock()
+        self._follow_one_clock()
         self._writer.meet(self._tracked.meet)
         with self._writer.telling():
             self._watch()
@@ -242,7 +244,7 @@ class Checkpointer:
         self._is_open = True
         if self._signals is not None:
             self._signals.install()
-        self._schedule.start(self.timer.snapshot())
+        self._start_intervals()
         self.timer.start()
         return self
 
@@ -437,10 +439,12 @@ class Checkpointer:
         self.timer.on_batch_complete(num_samples, num_tokens)
         beat(self.timer.batch)
         counters = self.timer.snapshot()
+        name = None if self._timed is None else self._timed.look(counters)
         if not self._left_to_epoch_end(counters):
             due = self._schedule.due("batch", counters, self, "batch")
-            if due is not None:
-                self.save(due.name, reason="interval", is_natural=True)
+            name = name if due is None else due.name
+            if name is not None:
+                self.save(name, reason="interval", is_natural=True)
         self.stop_if_asked()
 
     def _put_down(self) -> None:
@@ -589,7 +593,7 @@ class Checkpointer:
         report = self._resumption.restore(found, items=items, strict=strict)
         if items is None:
             self._is_rolled_back = self._saves.iterated is not None
-        self._schedule.start(self.timer.snapshot())
+        self._start_intervals()
         self._saves.saved_at = None
         return report
 
@@ -680,14 +684,20 @@ class Checkpointer:
         is_last = after["epoch"] >= self._total_epochs
         return is_last or self._schedule.epoch_would_be_due(after)
 
-    def _require_one_clock(self) -> None:
-        """Refuse intervals of time on several ranks: each would follow its own clock."""
-        if self._writer.team.world_size > 1 and self._schedule.follows_clock:
-            raise UsageError(
-                "Each of several ranks has a clock of its own: a save that is due by time would be "
-                "due after another batch on each.",
-                hint="Give every= in batches, samples or epochs; the Trainer takes times too.",
-            )
+    def _follow_one_clock(self) -> None:
+        """Have intervals of time follow the clock of rank 0, where there are several ranks."""
+        team = self._writer.team
+        if team.world_size > 1 and self._schedule.follows_clock:
+            self._clock_schedule = self._schedule.take_clock()
+        if self._clock_schedule is not None:
+            self._timed = TimedTogether(team, self._clock_schedule)
+
+    def _start_intervals(self) -> None:
+        """Count intervals from here."""
+        counters = self.timer.snapshot()
+        self._schedule.start(counters)
+        if self._timed is not None:
+            self._timed.start(counters)
 
     def _deadline_s(self) -> float | None:
         """Return how long a save may take now, in seconds; ``None`` for as long as it takes."""

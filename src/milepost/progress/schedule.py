@@ -108,6 +108,15 @@ class Schedule:
         """Return whether any interval is one of time."""
         return any(isinstance(i, Time) and i.unit is TimeUnit.SECOND for i in self.intervals)
 
+    def take_clock(self) -> Schedule:
+        """Hand over the intervals of time to a schedule of their own, and have them no more."""
+        is_timed = [isinstance(i, Time) and i.unit is TimeUnit.SECOND for i in self.intervals]
+        timed = [i for i, taken in zip(self.intervals, is_timed, strict=True) if taken]
+        self.intervals = tuple(
+            i for i, taken in zip(self.intervals, is_timed, strict=True) if not taken
+        )
+        return Schedule(timed)
+
     def start(self, counters: Counters) -> None:
         """Begin from these counters, at the start of a run or after a resume."""
         self._last = dict(counters)
