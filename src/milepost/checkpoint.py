@@ -198,12 +198,19 @@ class Checkpoint:
         return load_weights(self.source(), item or "model", model, strict=strict, rename=rename)
 
     def source(
-        self, *, progress: Callable[[int], None] | None = None, rank: int = 0
+        self,
+        *,
+        progress: Callable[[int], None] | None = None,
+        chunk_bytes: int | None = None,
+        rank: int = 0,
     ) -> StateSource:
         """Return the stored state without reading any tensor yet.
 
         Args:
             progress: Called with the bytes of each block that is read.
+            chunk_bytes: How much to ask a bucket for at once, a block of 8 MiB at least; ``None``
+                for one block. Eight requests are on their way at a time, of 128 MiB together at
+                most.
             rank: Whose part to show of what every rank has saved for itself.
         """
         if self.manifest.layout == "files":
@@ -218,7 +225,12 @@ class Checkpoint:
         from .engine.read import CheckpointSource
 
         return CheckpointSource(
-            self.store, self.folder, self.manifest, progress=progress, rank=rank
+            self.store,
+            self.folder,
+            self.manifest,
+            progress=progress,
+            chunk_bytes=chunk_bytes or 0,
+            rank=rank,
         )
 
     def verify(self, level: Level | str = Level.FULL) -> VerifyReport:

@@ -1,10 +1,12 @@
 """Blocks of files are read in threads, checked, and copied to where their bytes belong.
 
-Each block is read once, into page-aligned memory. Bytes that lie in memory as they lie in the file
-go straight there. Others, such as some columns of a matrix, are put together beside it in portions
-of at most a block each, that are copied and dropped once they are whole: so what is held beside the
-target is a few blocks, however large the tensors are and however they were cut. Only some files
-are open at a time, for there may be more of them than a process may have open.
+A block is read in one of three ways. What a store hands out from memory of its own, such as the
+answer of a service, is checked and copied from there. What the page cache holds is copied straight
+into place, and checked there while it is hot. Everything else goes past the page cache into
+page-aligned memory, is checked there and copied. So after an error what was being read into is
+neither old nor new; nothing must be done with it but to restore it from elsewhere.
+
+Only some files are open at a time, for there may be more of them than a process may have open.
 """
 
 from __future__ import annotations
@@ -12,173 +14,37 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from ..errors import DamagedError
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.manifest import FileEntry, Manifest
-from ..stores.base import Reader, Store
+from ..stores.base import CachedReader, LendingReader, Reader, Store
 from ..stores.pages import page_memory
-from ..tensors.boxes import Box
-from .pieces import Cut
+from .checks import check_size, read_again, read_block
+from .ranges import Range
 
-__all__ = ["BlockReads", "Progress", "Range", "check_block", "check_size", "ranges_of"]
+__all__ = ["BlockReads", "Progress"]
 
 NUM_THREADS = 2
+NUM_REQUESTS = 8
+"""How many requests to a service are on their way. One connection takes 50 to 100 MB/s."""
+
 MAX_OPEN = 64
 """How many files are open before their first block is read; others are opened again for it."""
 
-_PORTION_BYTES = BLOCK_BYTES
-"""How many bytes are put together at most: a portion of this size lies in two blocks."""
+_IN_FLIGHT_BYTES = 128 * 1024 * 1024
+_HOT_BYTES = 512 * 1024
+"""How much is copied before it is checked: then it still is in the cache of the core."""
 
-_PAGES_BYTES = 128 * 1024
-"""From how many bytes on a portion has pages of its own, which go back to the system with it. An
-allocator that large pieces come from and go to in turns may keep many times as much."""
+_STRAIGHT_BYTES = 256 * 1024
+"""From how many bytes on they are copied from the page cache into place, and less beside it."""
 
-_NAMED = 8
 Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Bytes of a file, and where they go.
-
-    Attributes:
-        tensor: The tensor they are.
-        start: The first byte.
-        stop: The byte after the last.
-        target: The flat bytes they go to, or what puts them together.
-    """
-
-    tensor: str
-    start: int
-    stop: int
-    target: Tensor | _Portion
-
-    def fill(self, at: int, data: Tensor) -> None:
-        """Take some of the bytes, from byte ``at`` of the file on."""
-        low = at - self.start
-        if isinstance(self.target, _Portion):
-            self.target.fill(low, data)
-        else:
-            self.target[low : low + len(data)].copy_(data)
-
-
-class _Portion:
-    """Bytes that are put together beside their place: memory for them is held only meanwhile.
-
-    Args:
-        num_bytes: How many.
-        place: Where the values belong.
-        strides: How far apart these are in the bytes, in elements of each dimension.
-    """
-
-    def __init__(self, num_bytes: int, place: Tensor, strides: Sequence[int]) -> None:
-        self._num_bytes = self._missing_bytes = num_bytes
-        self._place = place
-        self._strides = strides
-        self._memory: Tensor | None = None
-        self._lock = threading.Lock()
-        # That of the caller, whatever thread copies: it orders the copy after earlier work.
-        is_cuda = place.device.type == "cuda"
-        self._stream = torch.cuda.current_stream(place.device) if is_cuda else None
-
-    def fill(self, low: int, data: Tensor) -> None:
-        """Take some of the bytes; with the last of them the values go to their place."""
-        with self._lock:
-            if self._memory is None:
-                self._memory = _memory(self._num_bytes)
-            memory = self._memory
-        memory[low : low + len(data)].copy_(data)
-        with self._lock:
-            self._missing_bytes -= len(data)
-            if self._missing_bytes:
-                return
-            self._memory = None
-        values = memory.view(self._place.dtype).as_strided(self._place.shape, self._strides)
-        stream: Any = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with stream:
-            self._place.copy_(values)
-
-
-def _memory(num_bytes: int) -> Tensor:
-    if num_bytes < _PAGES_BYTES:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(page_memory(num_bytes), dtype=torch.uint8, count=num_bytes)
-
-
-def ranges_of(cut: Cut, box: Box, live: Tensor, *, tensor: str) -> Iterator[Range]:
-    """Yield what to read for a cut of a tensor.
-
-    Args:
-        cut: The cut.
-        box: The box that is wanted.
-        live: Memory for the box.
-        tensor: The tensor, for messages.
-    """
-    place = live[cut.shared.slices(within=box)] if cut.shared != box else live
-    return _ranges(place, cut.start, cut.strides, tensor)
-
-
-def _ranges(place: Tensor, start: int, strides: Sequence[int], tensor: str) -> Iterator[Range]:
-    sizes = place.shape
-    steps = [(size - 1) * stride for size, stride in zip(sizes, strides, strict=True)]
-    span = 1 + sum(steps)
-    num_bytes = span * place.element_size()
-    if span == place.numel() and place.device.type == "cpu" and place.is_contiguous():
-        # Not view(-1): a single value may keep a stride that it does not need.
-        flat = place.as_strided((span,), (1,))
-        flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
-        yield Range(tensor, start, start + num_bytes, flat)
-    elif num_bytes <= _PORTION_BYTES:
-        portion = _Portion(num_bytes, place, strides)
-        yield Range(tensor, start, start + num_bytes, portion)
-    else:
-        # Where the elements are farthest apart, so that the halves lie one behind the other.
-        dim = steps.index(max(steps))
-        half = sizes[dim] // 2
-        step_bytes = strides[dim] * place.element_size()
-        first, second = place.narrow(dim, 0, half), place.narrow(dim, half, sizes[dim] - half)
-        yield from _ranges(first, start, strides, tensor)
-        yield from _ranges(second, start + half * step_bytes, strides, tensor)
-
-
-def check_size(reader: Reader, entry: FileEntry, where: str) -> None:
-    """Refuse a file of another size than was written."""
-    if reader.size_bytes != entry.size_bytes:
-        raise DamagedError(
-            f"{where} has {reader.size_bytes:,} bytes; {entry.size_bytes:,} were written.",
-            hint="Load an earlier checkpoint; resume does so by itself.",
-            path=where,
-            expected=entry.size_bytes,
-            found=reader.size_bytes,
-        )
-
-
-def check_block(
-    data: memoryview, entry: FileEntry, block: int, where: str, tensors: Sequence[str] = ()
-) -> None:
-    """Refuse a block that does not match its checksum, and name what is in it."""
-    found = crc32c(data)
-    if found != entry.crcs[block]:
-        named = ", ".join(tensors[:_NAMED]) + (" and others" if len(tensors) > _NAMED else "")
-        raise DamagedError(
-            f"Block {block} of {where} (bytes {block * BLOCK_BYTES:,} to "
-            f"{block * BLOCK_BYTES + len(data):,}) is damaged"
-            + (f"; it holds {named}." if named else "."),
-            hint="Load an earlier checkpoint; resume does so by itself.",
-            path=where,
-            block=block,
-            tensors=tuple(tensors),
-            expected=f"{entry.crcs[block]:08x}",
-            found=f"{found:08x}",
-        )
 
 
 class _File:
@@ -212,10 +78,14 @@ class _File:
                 self._reader = reader
             return self._reader
 
-    def leave(self) -> None:
-        """Close it if this was the last of its blocks."""
+    def length_of(self, block: int) -> int:
+        """Return how many bytes a block has."""
+        return min(BLOCK_BYTES, self.entry.size_bytes - block * BLOCK_BYTES)
+
+    def leave(self, num_blocks: int) -> None:
+        """Close it if these were the last of its blocks."""
         with self._lock:
-            self._num_left -= 1
+            self._num_left -= num_blocks
             is_last = not self._num_left
         if is_last:
             self.close()
@@ -228,6 +98,37 @@ class _File:
             reader.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block to read.
+
+    Attributes:
+        number: Its number in the file.
+        parts: What is wanted of it.
+    """
+
+    number: int
+    parts: list[Range]
+
+    @property
+    def start(self) -> int:
+        """Return its first byte in the file."""
+        return self.number * BLOCK_BYTES
+
+    @property
+    def tensors(self) -> list[str]:
+        """Return what is in it."""
+        return list(dict.fromkeys(part.tensor for part in self.parts))
+
+    def fill(self, data: memoryview, parts: Iterable[Range]) -> None:
+        """Copy parts of it to where they belong."""
+        start, stop = self.start, self.start + len(data)
+        flat = np.frombuffer(data, dtype=np.uint8)
+        for part in parts:
+            low, high = max(part.start, start), min(part.stop, stop)
+            part.fill(low, flat[low - start : high - start])
+
+
 class BlockReads:
     """Reads the blocks of several files in threads.
 
@@ -236,6 +137,8 @@ class BlockReads:
         key: Returns the key of a file.
         manifest: What the files are.
         progress: Called with the number of bytes of each block that was read.
+        chunk_bytes: How much one request to a service asks for, where blocks lie side by side; a
+            block at least.
     """
 
     def __init__(
@@ -244,15 +147,21 @@ class BlockReads:
         key: Callable[[str], str],
         manifest: Manifest,
         progress: Progress | None,
+        *,
+        chunk_bytes: int = 0,
     ) -> None:
         self._store = store
         self._key = key
         self._manifest = manifest
         self._progress = progress
-        self._queue: SimpleQueue[tuple[_File, int, list[Range]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[_File, list[_Block]]] = SimpleQueue()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._is_inference = torch.is_inference_mode_enabled()
+        is_local = store.traits.is_local
+        self._num_together = 1 if is_local else max(1, chunk_bytes // BLOCK_BYTES)
+        at_once = _IN_FLIGHT_BYTES // (BLOCK_BYTES * self._num_together)
+        self._num_threads = NUM_THREADS if is_local else max(1, min(NUM_REQUESTS, at_once))
 
     def run(self, ranges: Mapping[str, list[Range]]) -> None:
         """Fill the ranges of each file. All files are looked at before any byte is copied."""
@@ -263,14 +172,12 @@ class BlockReads:
                 entry = self._manifest.file(path)
                 file = _File(self._store, self._key(path), entry, num_blocks=len(blocks))
                 files.append(file)
-                file.open()
-                if len(files) > MAX_OPEN:
-                    file.close()
-                for block, parts in blocks.items():
-                    self._queue.put((file, block, parts))
+                for together in _neighbours(blocks, at_most=self._num_together):
+                    self._queue.put((file, together))
+            self._look_at(files)
             helpers = [
                 threading.Thread(target=self._work, name=f"milepost-read-{n}")
-                for n in range(1, min(NUM_THREADS, self._queue.qsize()))
+                for n in range(1, min(self._num_threads, self._queue.qsize()))
             ]
             for helper in helpers:
                 helper.start()
@@ -283,40 +190,125 @@ class BlockReads:
         if self._error is not None:
             raise self._error
 
+    def _look_at(self, files: Sequence[_File]) -> None:
+        def look(number: int) -> None:
+            files[number].open()
+            if number >= MAX_OPEN:
+                files[number].close()
+
+        if self._store.traits.is_local or len(files) == 1:
+            for number in range(len(files)):
+                look(number)
+        else:  # a service takes its time for each answer
+            with ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="milepost-look") as pool:
+                for looked in [pool.submit(look, number) for number in range(len(files))]:
+                    looked.result()
+
     def _work(self) -> None:
         try:
-            memory = page_memory(BLOCK_BYTES)
-            buffer, view = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
+            memory = memoryview(page_memory(BLOCK_BYTES))
             with torch.inference_mode(self._is_inference), torch.no_grad():
                 while self._error is None:
                     try:
-                        job = self._queue.get_nowait()
+                        file, blocks = self._queue.get_nowait()
                     except Empty:
                         return
-                    self._read(*job, buffer, view)
+                    self._read(file, blocks, memory)
         except BaseException as error:  # noqa: BLE001 - handed to run(), which raises it
             with self._lock:
                 self._error = self._error or error
 
-    def _read(
-        self, file: _File, block: int, parts: list[Range], buffer: Tensor, view: memoryview
-    ) -> None:
-        start = block * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, file.entry.size_bytes)
-        file.open().read_into(start, view[: stop - start])
-        file.leave()
-        names = list(dict.fromkeys(part.tensor for part in parts))
-        check_block(view[: stop - start], file.entry, block, file.where, names)
-        for part in parts:
-            low, high = max(part.start, start), min(part.stop, stop)
-            part.fill(low, buffer[low - start : high - start])
-        if self._progress is not None:
-            self._progress(stop - start)
+    def _read(self, file: _File, blocks: list[_Block], memory: memoryview) -> None:
+        reader = file.open()
+        lent = memoryview(b"")
+        if isinstance(reader, LendingReader):
+            length = blocks[-1].start + file.length_of(blocks[-1].number) - blocks[0].start
+            lent = reader.lend(blocks[0].start, length)
+        for block in blocks:
+            data = memory[: file.length_of(block.number)]
+            if lent:
+                start = block.start - blocks[0].start
+                _take_lent(file, reader, block, lent[start : start + len(data)], data)
+            elif isinstance(reader, CachedReader) and reader.is_cached(block.start, len(data)):
+                _copy_cached(file, reader, block, data)
+            else:
+                read_block(
+                    reader, file.entry, block.number, data, where=file.where, tensors=block.tensors
+                )
+                block.fill(data, block.parts)
+            if self._progress is not None:
+                self._progress(len(data))
+        file.leave(len(blocks))
 
 
-def _by_block(wanted: Iterable[Range]) -> dict[int, list[Range]]:
+def _take_lent(
+    file: _File, reader: Reader, block: _Block, lent: memoryview, data: memoryview
+) -> None:
+    """Copy a block from memory of the store; ``data`` is memory for another try."""
+    entry, number = file.entry, block.number
+    if crc32c(lent) != entry.crcs[number]:
+        read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)
+        lent = data
+    block.fill(lent, block.parts)
+
+
+def _copy_cached(file: _File, reader: CachedReader, block: _Block, data: memoryview) -> None:
+    """Copy a block from the page cache into place, and what has to into ``data`` first."""
+    pieces, rest = _in_place(block, data)
+    found, at = 0, block.start
+    for piece in pieces:
+        for low in range(0, len(piece), _HOT_BYTES):
+            hot = piece[low : low + _HOT_BYTES]
+            reader.copy_into(at, hot)
+            found = crc32c(hot, found)
+            at += len(hot)
+    if found != file.entry.crcs[block.number]:
+        read_again(reader, file.entry, block.number, data, where=file.where, tensors=block.tensors)
+        rest = block.parts
+    block.fill(data, rest)
+
+
+def _in_place(block: _Block, data: memoryview) -> tuple[list[memoryview], list[Range]]:
+    """Return where the bytes of a block can be copied to, in their order, and what is left then.
+
+    Large parts go to their place, and everything around them to where it is in ``data``.
+    """
+    pieces: list[memoryview] = []
+    rest: list[Range] = []
+    at, rest_stop, stop = block.start, 0, block.start + len(data)
+    for part in sorted(block.parts, key=lambda part: part.start):
+        low, high = max(part.start, block.start), min(part.stop, stop)
+        if low < at:  # of the same bytes as a part that goes to its place: copied from beside it
+            return [data], block.parts
+        is_large = high - low >= _STRAIGHT_BYTES and low >= rest_stop
+        place = part.memory(low, high) if is_large else None
+        if place is None:
+            rest.append(part)
+            rest_stop = max(rest_stop, high)
+            continue
+        if at < low:
+            pieces.append(data[at - block.start : low - block.start])
+        pieces.append(place)
+        at = high
+    if at < stop:
+        pieces.append(data[at - block.start :])
+    return pieces, rest
+
+
+def _by_block(wanted: Iterable[Range]) -> list[_Block]:
     blocks: dict[int, list[Range]] = defaultdict(list)
     for part in wanted:
         for block in range(part.start // BLOCK_BYTES, (part.stop - 1) // BLOCK_BYTES + 1):
             blocks[block].append(part)
-    return dict(sorted(blocks.items()))
+    return [_Block(number, parts) for number, parts in sorted(blocks.items())]
+
+
+def _neighbours(blocks: Iterable[_Block], *, at_most: int) -> Iterator[list[_Block]]:
+    together: list[_Block] = []
+    for block in blocks:
+        if together and (len(together) == at_most or block.number != together[-1].number + 1):
+            yield together
+            together = []
+        together.append(block)
+    if together:
+        yield together

@@ -8,7 +8,7 @@ from ..format.digest import BLOCK_BYTES
 from ..format.manifest import Manifest
 from ..stores.base import Store
 from ..stores.pages import page_memory
-from .read import check_block, check_size
+from .checks import check_size, read_block
 
 __all__ = ["CheckedFiles"]
 
@@ -55,10 +55,9 @@ class CheckedFiles:
             check_size(reader, entry, where)
             length = min(BLOCK_BYTES, entry.size_bytes - start)
             view = memoryview(page_memory(length))[:length]
-            reader.read_into(start, view)
+            read_block(reader, entry, index, view, where=where)
         finally:
             reader.close()
-        check_block(view, entry, index, where)
         self.read_bytes += length
         if self._progress is not None:
             self._progress(length)

@@ -25,11 +25,13 @@ from ..stores.base import Reader, Store
 from ..stores.pages import page_memory
 from ..tensors.boxes import Box
 from ..tensors.flat import Run, pieces_of
-from .blocks import BlockReads, Progress, Range, check_block, check_size, ranges_of
+from .blocks import BlockReads, Progress
+from .checks import check_size, read_block
 from .pieces import Cut, Piece, StoredWhole, cuts, read_rows
+from .ranges import Range, ranges_of
 from .tables import RankTables
 
-__all__ = ["CheckpointSource", "check_block", "check_size", "read_file"]
+__all__ = ["CheckpointSource", "read_file"]
 
 
 class CheckpointSource:
@@ -40,6 +42,7 @@ class CheckpointSource:
         folder: The checkpoint's folder in it; ``""`` if the store begins there.
         manifest: Its manifest.
         progress: Called with the number of bytes of each block that was read.
+        chunk_bytes: How much one request to a service asks for; a block at least.
         rank: Whose part to show of what every rank has for itself. A rank that did not write it
             sees the leader's.
     """
@@ -51,6 +54,7 @@ class CheckpointSource:
         manifest: Manifest,
         *,
         progress: Progress | None = None,
+        chunk_bytes: int = 0,
         rank: int = 0,
     ) -> None:
         self.name = manifest.name
@@ -59,6 +63,7 @@ class CheckpointSource:
         self._store = store
         self._folder = folder
         self._progress = progress
+        self._chunk_bytes = chunk_bytes
         self._index: Mapping[str, Any] | None = None
         self._rank_tables: RankTables | None = None
         self._tables: dict[str, dict[str, StoredWhole]] = {}
@@ -145,7 +150,13 @@ class CheckpointSource:
                 if not box.is_empty:
                     for cut in self._cuts(item, key, box):
                         ranges[cut.file].extend(ranges_of(cut, box, live, tensor=key))
-            BlockReads(self._store, self._key, self.manifest, self._progress).run(ranges)
+            BlockReads(
+                self._store,
+                self._key,
+                self.manifest,
+                self._progress,
+                chunk_bytes=self._chunk_bytes,
+            ).run(ranges)
 
     def _cuts(self, item: str, key: str, box: Box) -> list[Cut]:
         name = f"{self.name}: {item}/{key}"
@@ -298,6 +309,5 @@ def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> b
     if length <= 0:
         raise FormatError(f"The header of {where} goes past the end of the file.", path=where)
     data = memoryview(page_memory(length))[:length]
-    reader.read_into(start, data)
-    check_block(data, entry, block, where)
+    read_block(reader, entry, block, data, where=where)
     return bytes(data)

@@ -20,7 +20,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Entry", "LastingWriter", "Reader", "Store", "Traits", "Writer"]
+__all__ = [
+    "CachedReader",
+    "Entry",
+    "LastingWriter",
+    "LendingReader",
+    "Reader",
+    "Store",
+    "Traits",
+    "Writer",
+]
 
 Names = list[str]
 """Folder names. Inside a class with a method called ``list`` the type needs another name."""
@@ -78,7 +87,7 @@ class Writer(Protocol):
 
 
 @runtime_checkable
-class LastingWriter(Protocol):
+class LastingWriter(Writer, Protocol):
     """What a writer may be able to do besides: send memory from where it is, without a copy."""
 
     def refer_at(self, offset: int, data: memoryview) -> None:
@@ -104,6 +113,29 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Release the file or connection."""
+
+
+@runtime_checkable
+class CachedReader(Reader, Protocol):
+    """What a reader may be able to do besides: fill any memory with bytes that are at hand."""
+
+    def is_cached(self, offset: int, length: int) -> bool:
+        """Return whether a range seems to be in memory already, so that reading is copying."""
+
+    def copy_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` as ``read_into`` does; neither it nor ``offset`` need be aligned."""
+
+
+@runtime_checkable
+class LendingReader(Reader, Protocol):
+    """What a reader may be able to do besides: hand out memory that it has, without a copy."""
+
+    def lend(self, offset: int, length: int) -> memoryview:
+        """Return a range of bytes, which stays as it is while somebody has a view of it.
+
+        Raises:
+            DamagedError: The key ends too early.
+        """
 
 
 @runtime_checkable

@@ -25,11 +25,13 @@ from typing import final
 from ..errors import DamagedError, MissingError, storage_error
 from . import posix
 from .pages import page_memory
+from .residence import is_resident, may_ask
 
 __all__ = ["LocalReader", "LocalWriter"]
 
 PAGE_BYTES = 4096
 
+_SAMPLE_BYTES = 64 * 1024
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _NO_PREALLOCATION = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -204,6 +206,7 @@ class LocalReader:
             raise storage_error(error, operation="open", path=path) from error
         status = os.fstat(self._fd)
         self.size_bytes = status.st_size
+        self._may_ask = may_ask(status, path)
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise MissingError(f"{key} is not a file.", path=path)
@@ -211,10 +214,28 @@ class LocalReader:
             self._open_direct()
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset`` on."""
+        """Fill ``buffer`` from ``offset`` on, past the page cache where that works."""
+        self._fill(offset, buffer, is_direct=True)
+
+    def copy_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill any memory from ``offset`` on, through the page cache."""
+        self._fill(offset, buffer, is_direct=False)
+
+    def is_cached(self, offset: int, length: int) -> bool:
+        """Return whether a range seems to be in the page cache, by its last pages.
+
+        Whatever brought the file there read it from its beginning.
+        """
+        fd = self._fd
+        if fd is None or length <= 0 or not self._may_ask:
+            return False
+        sample_bytes = min(length, _SAMPLE_BYTES)
+        return is_resident(fd, offset + length - sample_bytes, sample_bytes)
+
+    def _fill(self, offset: int, buffer: memoryview, *, is_direct: bool) -> None:
         view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
         while view:
-            count = self._read_some(offset, view)
+            count = self._read_some(offset, view, is_direct=is_direct)
             if count == 0:
                 raise DamagedError(
                     f"{self._key} ends at byte {offset:,}; {len(view):,} more were expected.",
@@ -247,8 +268,8 @@ class LocalReader:
             os.close(self._direct_fd)
             self._direct_fd = None
 
-    def _read_some(self, offset: int, view: memoryview) -> int:
-        fd, direct_fd = self._fd, self._direct_fd
+    def _read_some(self, offset: int, view: memoryview, *, is_direct: bool) -> int:
+        fd, direct_fd = self._fd, self._direct_fd if is_direct else None
         whole = len(view) - len(view) % PAGE_BYTES
         if fd is None:
             closed = OSError(errno.EBADF, "the reader is closed")

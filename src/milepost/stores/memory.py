@@ -180,16 +180,20 @@ class MemoryReader:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset`` on."""
-        part = self._data[offset : offset + buffer.nbytes]
-        if len(part) < buffer.nbytes:
+        buffer.cast("B")[:] = self.lend(offset, buffer.nbytes)
+
+    def lend(self, offset: int, length: int) -> memoryview:
+        """Return a range of bytes. See ``base.LendingReader``."""
+        part = memoryview(self._data)[offset : offset + length]
+        if len(part) < length:
             raise DamagedError(
                 f"{self._key} ends at byte {self.size_bytes:,}; "
-                f"{offset + buffer.nbytes - self.size_bytes:,} more were expected.",
+                f"{offset + length - self.size_bytes:,} more were expected.",
                 path=self._key,
-                expected=offset + buffer.nbytes,
+                expected=offset + length,
                 found=self.size_bytes,
             )
-        buffer.cast("B")[:] = part
+        return part
 
     def close(self) -> None:
         """Do nothing."""

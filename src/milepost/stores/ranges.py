@@ -33,7 +33,10 @@ class RangeReader:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset`` on."""
-        length = buffer.nbytes
+        buffer.cast("B")[:] = self.lend(offset, buffer.nbytes)
+
+    def lend(self, offset: int, length: int) -> memoryview:
+        """Return a range of bytes. See ``base.LendingReader``."""
         part = memoryview(b"")
         if length and offset + length <= self.size_bytes:
             part = self._store.read_range(self._key, offset, length)
@@ -44,7 +47,7 @@ class RangeReader:
                 expected=offset + length,
                 found=offset + part.nbytes,
             )
-        buffer.cast("B")[:] = part
+        return part
 
     def close(self) -> None:
         """Do nothing."""

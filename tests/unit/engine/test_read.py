@@ -11,6 +11,7 @@ from torch import nn
 
 from milepost.checkpoint import Checkpoint
 from milepost.engine import blocks as block_reads
+from milepost.engine import ranges
 from milepost.errors import DamagedError, FormatError, MissingError
 from milepost.stores import LocalStore, MemoryStore
 from milepost.tensors.boxes import Box
@@ -182,7 +183,7 @@ def test_some_columns_of_a_large_matrix_take_little_memory(new_lab, tmp_path):
 @pytest.mark.parametrize("portion_bytes", [8, 100, 1 << 20])
 def test_portions_of_any_size_are_put_together(new_lab, monkeypatch, portion_bytes):
     """Of every box, into memory that lies in any order, with the borders of blocks in between."""
-    monkeypatch.setattr(block_reads, "_PORTION_BYTES", portion_bytes)
+    monkeypatch.setattr(ranges, "_PORTION_BYTES", portion_bytes)
     whole = torch.randn(3, 4, 5, dtype=torch.float64)
     filler = torch.zeros(BLOCK // 8 - 160, dtype=torch.float64)  # the border is near the tensor
     small = {"c": torch.arange(3.0).bfloat16(), "d": torch.tensor(True)}
@@ -240,7 +241,7 @@ def test_many_files_are_read_with_few_of_them_open(new_lab):
     wanted = [(item, "v", live) for item, live in into.items()]
     Checkpoint(store, "a").source().read(wanted)
     assert [live.tolist() for live in into.values()] == [[float(n)] * 3 for n in range(150)]
-    assert 2 < store.most_open <= block_reads.MAX_OPEN + block_reads.NUM_THREADS
+    assert 2 < store.most_open <= block_reads.MAX_OPEN + block_reads.NUM_REQUESTS
     assert store.num_open == 0
 
 

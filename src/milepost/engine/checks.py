@@ -1,0 +1,99 @@
+"""A file's size and blocks, compared with what its commit says.
+
+A block that does not match its checksum is read a second time before it is called damaged, for it
+may have been altered on the way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..errors import DamagedError
+from ..format.digest import BLOCK_BYTES, crc32c
+from ..format.manifest import FileEntry
+from ..stores.base import Reader
+
+__all__ = ["check_block", "check_size", "read_again", "read_block"]
+
+_NAMED = 8
+_log = logging.getLogger("milepost")
+
+
+def check_size(reader: Reader, entry: FileEntry, where: str) -> None:
+    """Refuse a file of another size than was written."""
+    if reader.size_bytes != entry.size_bytes:
+        raise DamagedError(
+            f"{where} has {reader.size_bytes:,} bytes; {entry.size_bytes:,} were written.",
+            hint="Load an earlier checkpoint; resume does so by itself.",
+            path=where,
+            expected=entry.size_bytes,
+            found=reader.size_bytes,
+        )
+
+
+def check_block(
+    data: memoryview, entry: FileEntry, block: int, where: str, tensors: Sequence[str] = ()
+) -> None:
+    """Refuse a block that does not match its checksum, and name what is in it."""
+    found = crc32c(data)
+    if found != entry.crcs[block]:
+        named = ", ".join(tensors[:_NAMED]) + (" and others" if len(tensors) > _NAMED else "")
+        raise DamagedError(
+            f"Block {block} of {where} (bytes {block * BLOCK_BYTES:,} to "
+            f"{block * BLOCK_BYTES + len(data):,}) is damaged"
+            + (f"; it holds {named}." if named else "."),
+            hint="Load an earlier checkpoint; resume does so by itself.",
+            path=where,
+            block=block,
+            tensors=tuple(tensors),
+            expected=f"{entry.crcs[block]:08x}",
+            found=f"{found:08x}",
+        )
+
+
+def read_block(
+    reader: Reader,
+    entry: FileEntry,
+    block: int,
+    data: memoryview,
+    *,
+    where: str,
+    tensors: Sequence[str] = (),
+) -> None:
+    """Fill memory with a block, and check it; read it once more if it is not what was written.
+
+    Args:
+        reader: The file.
+        entry: What the manifest says of it.
+        block: Number of the block.
+        data: Page-aligned memory of the length of the block.
+        where: The file, for messages.
+        tensors: What is in it, for messages.
+
+    Raises:
+        DamagedError: Both times it did not match its checksum.
+    """
+    reader.read_into(block * BLOCK_BYTES, data)
+    if crc32c(data) != entry.crcs[block]:
+        read_again(reader, entry, block, data, where=where, tensors=tensors)
+
+
+def read_again(
+    reader: Reader,
+    entry: FileEntry,
+    block: int,
+    data: memoryview,
+    *,
+    where: str,
+    tensors: Sequence[str] = (),
+) -> None:
+    """Fill memory with a block that did not match; it must this time. See :func:`read_block`."""
+    reader.read_into(block * BLOCK_BYTES, data)
+    check_block(data, entry, block, where, tensors)
+    _log.warning(
+        "Block %d of %s came damaged, and whole when it was read again: something between here and "
+        "its disk alters bytes.",
+        block,
+        where,
+    )

@@ -1,0 +1,248 @@
+"""How blocks come: from where, by how many requests, and what is done with one that is damaged."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from milepost.checkpoint import Checkpoint
+from milepost.errors import DamagedError
+from milepost.format.digest import BLOCK_BYTES
+from milepost.stores import LocalStore, MemoryStore
+from milepost.stores.blocks import LocalReader
+from milepost.tensors.boxes import Box
+
+FILE = "a/model.safetensors"
+NUM_BLOCKS = 6
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    """Six blocks: two large tensors with a hundred small ones between, and more at the end."""
+    generator = torch.Generator().manual_seed(0)
+    large = {n: torch.randn(5_500_000, generator=generator) for n in ("w0", "w1")}
+    small = {f"s{n}": torch.randn(1000, generator=generator) for n in range(100)}
+    odd = {"h": torch.randn(2_500_001, generator=generator).half()}
+    return {**large, **small, **odd}
+
+
+class Spy:
+    """A reader that notes what it is asked for."""
+
+    def __init__(self, reader: Any, calls: list[tuple[str, int, int]], lies: dict[int, int]):
+        self._reader, self._calls, self._lies = reader, calls, lies
+        self.size_bytes = reader.size_bytes
+        self.close = reader.close
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._calls.append(("read_into", offset, len(buffer)))
+        self._reader.read_into(offset, buffer)
+        self._alter(offset, buffer)
+
+    def _alter(self, offset: int, buffer: memoryview) -> None:
+        for place in [place for place in self._lies if offset <= place < offset + len(buffer)]:
+            if self._lies[place]:
+                self._lies[place] -= 1
+                buffer[place - offset] ^= 1
+
+
+class LocalSpy(Spy):
+    """One of a local file."""
+
+    def is_cached(self, offset: int, length: int) -> bool:
+        return bool(self._reader.is_cached(offset, length))
+
+    def copy_into(self, offset: int, buffer: memoryview) -> None:
+        self._calls.append(("copy_into", offset, len(buffer)))
+        self._reader.copy_into(offset, buffer)
+        self._alter(offset, buffer)
+
+
+class LendingSpy(Spy):
+    """One of a service."""
+
+    def lend(self, offset: int, length: int) -> memoryview:
+        self._calls.append(("lend", offset, length))
+        data = memoryview(bytearray(self._reader.lend(offset, length)))
+        self._alter(offset, data)
+        return data.toreadonly()
+
+
+class SpyStore:
+    """A store whose readers are looked at, and whose bytes can come altered a few times."""
+
+    def __init__(self, store: Any, lies: dict[int, int] | None = None) -> None:
+        self._store = store
+        self.url, self.traits = store.url, store.traits
+        self.calls: list[tuple[str, int, int]] = []
+        self.lies = lies or {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def open_reader(self, key: str) -> Any:
+        reader = self._store.open_reader(key)
+        if key != FILE:
+            return reader
+        kind = LocalSpy if isinstance(reader, LocalReader) else LendingSpy
+        return kind(reader, self.calls, self.lies)
+
+
+def empty(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: torch.full_like(value, 7.0) for key, value in state.items()}
+
+
+def read(store: Any, into: dict[str, torch.Tensor], **options: Any) -> list[tuple[str, int, int]]:
+    """Read tensors; return what was asked for beside the header."""
+    source = Checkpoint(store, "a").source(**options)
+    source.tensors("model")
+    del store.calls[:]
+    source.read([("model", key, live) for key, live in into.items()])
+    return list(store.calls)
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[key], right[key]) for key in left)
+
+
+def warm(path: Any) -> None:
+    path.read_bytes()
+
+
+def cold(path: Any) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def test_what_is_cached_is_copied_straight_into_place(new_lab, tmp_path, state):
+    """In portions that stay in the cache of a core until they are checked, and without the disk."""
+    new_lab(LocalStore(tmp_path)).save("a", {"model": state})
+    warm(tmp_path / FILE)
+    store, into = SpyStore(LocalStore(tmp_path)), empty(state)
+    calls = read(store, into)
+    assert same(into, state)
+    assert {name for name, _, _ in calls} == {"copy_into"}
+    assert sum(length for _, _, length in calls) == (tmp_path / FILE).stat().st_size
+    assert max(length for _, _, length in calls) <= 512 * 1024
+    assert len({offset for _, offset, _ in calls}) == len(calls)
+
+
+def test_what_is_not_cached_is_read_past_the_cache(new_lab, tmp_path, state):
+    """Whole blocks into aligned memory; and asking does not begin to read them ahead."""
+    new_lab(LocalStore(tmp_path)).save("a", {"model": state})
+    cold(tmp_path / FILE)
+    store, into = SpyStore(LocalStore(tmp_path)), empty(state)
+    reader = LocalStore(tmp_path).open_reader(FILE)
+    last = NUM_BLOCKS - 1  # its last bytes, less than a page, always come through the cache
+    is_cached = [reader.is_cached(n * BLOCK_BYTES, BLOCK_BYTES) for n in range(last)]
+    if any(is_cached):
+        pytest.skip("this file system does not let go of what it has cached")
+    calls = read(store, into)
+    assert same(into, state)
+    blocks = {offset // BLOCK_BYTES for name, offset, _ in calls if name == "read_into"}
+    assert blocks >= set(range(last))
+    again = [reader.is_cached(n * BLOCK_BYTES, BLOCK_BYTES // 2) for n in range(last)]
+    reader.close()
+    assert not any(again)
+
+
+def test_parts_of_the_same_bytes_go_to_each_of_their_places(new_lab, tmp_path, state):
+    """Whether they lie side by side or not, are large or small, and in any order."""
+    new_lab(LocalStore(tmp_path)).save("a", {"model": state})
+    warm(tmp_path / FILE)
+    source = Checkpoint(LocalStore(tmp_path), "a").source()
+    whole, count = state["w0"], 5_500_000
+    boxes = [(0, count), (1000, count - 1000), (0, 10), (200_000, 100_000), (count - 3, 3)]
+    lives = [torch.zeros(size) for _, size in boxes]
+    apart = torch.zeros(2 * count)[::2]
+    source.read_boxes(
+        [
+            ("model", "w0", Box((at,), (n,)), live)
+            for (at, n), live in zip(boxes, lives, strict=True)
+        ]
+        + [("model", "w0", Box((0,), (count,)), apart)]
+        + [("model", key, Box((1000,), (0,)), torch.zeros(0)) for key in ("s1", "s2")]
+    )
+    for (at, size), live in zip(boxes, lives, strict=True):
+        assert torch.equal(live, whole[at : at + size])
+    assert torch.equal(apart, whole)
+
+
+def test_a_service_is_asked_for_neighbouring_blocks_at_once(new_lab, state):
+    """As many as the piece that was asked for holds, and no byte twice."""
+    lab = new_lab(MemoryStore())
+    size = lab.save("a", {"model": state}).manifest.file("model.safetensors").size_bytes
+    for chunk_bytes, expected in ((1, 6), (BLOCK_BYTES, 6), (3 * BLOCK_BYTES, 2), (1 << 40, 1)):
+        store, into = SpyStore(lab.store), empty(state)
+        calls = read(store, into, chunk_bytes=chunk_bytes)
+        assert same(into, state)
+        assert (len(calls), {name for name, _, _ in calls}) == (expected, {"lend"})
+        assert sum(length for _, _, length in calls) == size
+    store = SpyStore(lab.store)
+    some = {key: live for key, live in empty(state).items() if key in ("w0", "h")}
+    calls = read(store, some, chunk_bytes=1 << 40)
+    assert same(some, state)
+    assert len(calls) == 1 or sum(length for _, _, length in calls) < size
+
+
+def test_a_slice_asks_for_its_own_blocks_only(new_lab):
+    """A tenth of a tensor costs a tenth of it and the blocks at its edges."""
+    whole = torch.arange(25_000_000, dtype=torch.float32)  # 12 blocks
+    lab = new_lab(MemoryStore())
+    lab.save("a", {"model": {"w": whole}})
+    store = SpyStore(lab.store)
+    source = Checkpoint(store, "a").source()
+    source.tensors("model")
+    del store.calls[:]
+    live = torch.zeros(2_500_000)
+    source.read_boxes([("model", "w", Box((5_000_000,), (2_500_000,)), live)])
+    assert torch.equal(live, whole[5_000_000:7_500_000])
+    assert sum(length for _, _, length in store.calls) <= 4 * 2_500_000 + 2 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("kind", ["cached", "cold", "service"])
+def test_a_block_that_came_damaged_is_read_once_more(new_lab, tmp_path, state, caplog, kind):
+    """Bytes may be altered on the way, and what is stored be whole."""
+    lab = new_lab(MemoryStore() if kind == "service" else LocalStore(tmp_path))
+    lab.save("a", {"model": state})
+    place = 2 * BLOCK_BYTES + 12_345
+    for times, is_whole in ((1, True), (2, False)):
+        if kind != "service":
+            (warm if kind == "cached" else cold)(tmp_path / FILE)
+        store, into, caught = SpyStore(lab.store, {place: times}), empty(state), None
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "milepost"):
+            try:
+                calls = read(store, into)
+            except DamagedError as error:
+                caught = error
+        if is_whole:
+            assert caught is None
+            assert same(into, state)
+            assert "Block 2 of a/model.safetensors came damaged" in caplog.text
+            assert calls.count(("read_into", 2 * BLOCK_BYTES, BLOCK_BYTES)) == (
+                2 if kind == "cold" else 1
+            )
+        else:
+            assert caught is not None
+            assert caught.facts["block"] == 2
+
+
+def test_memory_that_is_read_into_is_known_to_autograd_and_not_to_inference(new_lab, state):
+    """Versions are counted where there are any."""
+    saved = new_lab().save("a", {"model": {"s1": state["s1"]}})
+    with torch.inference_mode():
+        frozen = torch.zeros(1000)
+        saved.source().read([("model", "s1", frozen)])
+    live = torch.zeros(1000)
+    version = live._version
+    saved.source().read([("model", "s1", live)])
+    assert torch.equal(live, state["s1"])
+    assert torch.equal(frozen.clone(), state["s1"])
+    assert live._version > version
