@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint import Checkpoint
 from ..errors import DamagedError, FormatError
 from ..format import canonical
-from ..format.digest import BLOCK_BYTES, block_crcs, crc32c
+from ..format.digest import BLOCK_BYTES, block_crcs
 from ..format.header import ITEM_SIZES, StoredTensor, parse_header, parse_header_length
 from ..format.layout import INDEX
 from ..format.manifest import FileEntry, check_version
+from ..stores.again import read_twice
 from ..stores.base import Reader
 from .trees import tensor_keys
 
@@ -256,8 +257,7 @@ class _Bytes:
             raise FormatError(f"{self.where} ends too early.", path=self.where)
         self._block = None
         view = self._pages[:num_bytes]
-        self._reader.read_into(start, view)
-        found = crc32c(view)
+        found = read_twice(self._reader, start, view, expected=self._entry.crcs[block])
         if found != self._entry.crcs[block]:
             raise DamagedError(
                 f"Block {block} of {self.where} does not match its checksum.",

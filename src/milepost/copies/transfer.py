@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from ..errors import CheckpointError, DamagedError, DeadlineError
-from ..format.digest import BLOCK_BYTES, crc32c
+from ..format.digest import BLOCK_BYTES
 from ..format.manifest import FileEntry
+from ..stores.again import read_twice
 from ..stores.base import Reader, Store, Writer
 from ..stores.pages import page_memory
 
@@ -157,9 +158,11 @@ class _Transfer:
         start = block * BLOCK_BYTES
         data = memory[: min(BLOCK_BYTES, file.size_bytes - start)]
         if data:
-            reader.read_into(start, data)
-            if file.entry is not None:
-                _check(file.entry, block, data, where=f"{self._source.url}/{file.key}")
+            if file.entry is None:
+                reader.read_into(start, data)
+            else:
+                found = read_twice(reader, start, data, expected=file.entry.crcs[block])
+                _check(file.entry, block, found, where=f"{self._source.url}/{file.key}")
             writer.write_at(start, data)
         with state.lock:
             state.num_left -= 1
@@ -228,8 +231,7 @@ def _check_size(file: FileCopy, reader: Reader, *, where: str) -> None:
         )
 
 
-def _check(entry: FileEntry, block: int, data: memoryview, *, where: str) -> None:
-    found = crc32c(data)
+def _check(entry: FileEntry, block: int, found: int, *, where: str) -> None:
     if found != entry.crcs[block]:
         raise DamagedError(
             f"Block {block} of {where} has CRC32C {found:08x} and not {entry.crcs[block]:08x}.",

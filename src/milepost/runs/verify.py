@@ -16,10 +16,11 @@ from enum import Enum
 from queue import SimpleQueue
 
 from ..errors import CheckpointError, FormatError, MissingError, StorageError
-from ..format.digest import BLOCK_BYTES, block_crcs, crc32c
+from ..format.digest import BLOCK_BYTES, block_crcs
 from ..format.header import PAGE_BYTES, StoredTensor, parse_header, parse_header_length
 from ..format.layout import MANIFEST
 from ..format.manifest import FileEntry, Manifest
+from ..stores.again import read_twice
 from ..stores.base import Reader, Store
 from ..stores.pages import page_memory
 from .damage import raise_unreachable
@@ -302,8 +303,7 @@ def _check_file(
         pages = buffers.get()
         try:
             view = pages[: min(BLOCK_BYTES, entry.size_bytes - offset)]
-            reader.read_into(offset, view)
-            found = crc32c(view)
+            found = read_twice(reader, offset, view, expected=entry.crcs[block])
             note(view.nbytes)
             return block, found
         except (FormatError, StorageError) as error:
