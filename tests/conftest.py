@@ -6,11 +6,13 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from . import servers
+from .places import Place, apply_environment, place_at
 
 # No deadline: other programs share the machine, and a slow example is not a wrong one.
 settings.register_profile(
@@ -43,3 +45,11 @@ def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server
     """A bucket of a real server that replaces what is there, whatever it is asked."""
     with servers.juicefs(tmp_path_factory.mktemp("juicefs")) as server:
         yield server
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Where a test has its runs: ``disk``, or the name of a server, as the test was told."""
+    place = place_at(request.param, request, tmp_path)
+    apply_environment(place, monkeypatch)
+    return place

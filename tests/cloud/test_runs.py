@@ -1,4 +1,7 @@
-"""Runs in a bucket: saved, killed, resumed, listed, verified and downloaded."""
+"""Runs in a bucket: saved, resumed, listed, verified and downloaded.
+
+That killed trainings go on from a bucket is shown in ``tests/faults/test_kill_training.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ import json
 import logging
 import os
 import pickle
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,30 +27,6 @@ from .test_contract import open_s3
 
 pytestmark = pytest.mark.cloud
 
-TRAIN = """
-import os, sys
-import torch
-import milepost as mp
-
-place, steps, die_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(1500, 1500), torch.nn.Dropout(0.5))
-optimizer = torch.optim.AdamW(model.parameters())
-with mp.Checkpointer(
-    place, every="2ba", keep=mp.KeepLast(2), model=model, optimizer=optimizer
-) as run:
-    print("from", run.resumed_from, flush=True)
-    while run.timer.batch < steps:
-        model(torch.randn(2, 1500)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.step(num_samples=2)
-        if run.timer.batch == die_at:
-            run.wait()
-            os.kill(os.getpid(), 9)
-    run.save(wait=True)
-"""
-
 
 @pytest.fixture
 def place(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
@@ -60,40 +36,6 @@ def place(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     return f"s3://runs/{tmp_path.name}"
-
-
-def train(place: str, steps: int, die_at: int = 0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", TRAIN, place, str(steps), str(die_at)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
-def test_a_killed_training_goes_on_from_the_bucket_bit_for_bit(place: str, tmp_path: Path) -> None:
-    """The same weights, moments and random numbers as a training that was never killed."""
-    killed = train(place, 9, die_at=5)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    ended = train(place, 9)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "from ba4\n"
-    straight = train(str(tmp_path / "straight"), 9)
-    assert straight.returncode == 0, straight.stderr
-    names = [one.name for one in mp.open_run(place).checkpoints()]
-    assert names == ["ba8", "ba9"]
-    found = open_checkpoint(f"{place}/ba9")
-    assert found.verify().is_good
-    state, expected = found.load(), open_checkpoint(tmp_path / "straight" / "ba9").load()
-    assert torch.equal(state["rng"][0]["torch"], expected["rng"][0]["torch"])
-    weights, right = (one["state"]["model"] for one in (state, expected))
-    assert set(weights) == set(right)
-    for name in right:
-        assert weights[name].equal(right[name])
-    for name, moments in expected["state"]["optimizer"]["state"].items():
-        for kind, value in moments.items():
-            assert state["state"]["optimizer"]["state"][name][kind].equal(value)
 
 
 def test_the_command_line_takes_addresses(place: str) -> None:

@@ -21,6 +21,8 @@ import milepost as mp
 from milepost.testing.asserts import assert_equal_states
 from milepost.train import ResumableSampler
 
+from ..places import Place
+
 pytestmark = [
     # torchdata calls a function that torch has deprecated.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
@@ -338,6 +340,24 @@ def test_every_cut_of_every_cell_is_exact(cell):
     for cuts in series:
         with tempfile.TemporaryDirectory() as path:
             check(Path(path), cell, cuts)
+
+
+@pytest.mark.cloud
+@pytest.mark.parametrize("place", ["moto", "juicefs"], indirect=True)
+def test_cuts_are_exact_in_a_bucket(place: Place):
+    """What comes back from a bucket is what came back from a disk."""
+    check(place.run("a"), WHOLE[0], [("batch", 9), ("batch", 21)])
+
+
+@pytest.mark.cloud
+@pytest.mark.campaign
+@pytest.mark.parametrize("place", ["moto", "juicefs"], indirect=True)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_every_cell_is_exact_in_a_bucket(place: Place, cell):
+    """The matrix: every cut of those with all that may go wrong, some of the others."""
+    for number, cut in enumerate(ALL_CUTS if cell in WHOLE else SOME_CUTS):
+        check(place.run(f"run{number}"), cell, [cut])
+    check(place.run("thrice"), cell, [("batch", 3), ("batch", 5), ("batch", 9)])
 
 
 class Counting(Dataset):

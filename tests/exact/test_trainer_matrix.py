@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from milepost.runs import this_process
 from milepost.testing.asserts import assert_equal_states
+
+from ..places import Place, strays
 
 _HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("trainer_cells", _HERE / "trainer_cells.py")
@@ -122,61 +125,86 @@ def test_every_cut_point_of_every_cell(cell: Any, tmp_path: Path) -> None:
     _check_points(cell, tmp_path / "run", ALL_POINTS)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("cell", cells.all_cells(), ids=str)
-def test_a_new_process_resumes_to_the_same_bytes(cell: Any, server: Server, tmp_path: Path) -> None:
-    """Save and resume share nothing but the disk, in each of the cells."""
-    folder = str(tmp_path / "run")
+def _check_new_process(cell: Any, server: Server, place: Place, folder: Path) -> None:
+    """Save in a process and resume in another, from two points."""
     index = cells.all_cells().index(cell)
     points = [SOME_POINTS[index % len(SOME_POINTS)], SOME_POINTS[(index + 3) % len(SOME_POINTS)]]
-    expected = server.run(
-        kind="straight",
-        cell=_as_dict(cell),
-        folder=folder,
-        points=points,
-        result=str(tmp_path / "straight"),
-    )
-    found = server.run(
-        kind="resume",
-        cell=_as_dict(cell),
-        folder=folder,
-        points=points,
-        result=str(tmp_path / "resumed"),
-    )
+    job = {
+        "cell": _as_dict(cell),
+        "folder": place.run("run"),
+        "points": points,
+        "environment": dict(place.environment),
+    }
+    expected = server.run(kind="straight", result=str(folder / "straight"), **job)
+    found = server.run(kind="resume", result=str(folder / "resumed"), **job)
     for point, outcome in zip(points, found, strict=True):
         assert_equal_states(outcome, expected, path=f"resumed from {point}")
 
 
-def test_three_resumes_in_a_row(server: Server, tmp_path: Path) -> None:
-    """What a resume restores must itself be saved right: mid-epoch, twice in one epoch, again."""
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cell", cells.all_cells(), ids=str)
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
+def test_a_new_process_resumes_to_the_same_bytes(
+    cell: Any, server: Server, place: Place, tmp_path: Path
+) -> None:
+    """Save and resume share nothing but the disk, in each of the cells."""
+    _check_new_process(cell, server, place, tmp_path)
+
+
+@pytest.mark.cloud
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cell", cells.all_cells(), ids=str)
+@pytest.mark.parametrize("place", ["moto", "juicefs"], indirect=True)
+def test_a_new_process_resumes_from_a_bucket_to_the_same_bytes(
+    cell: Any, server: Server, place: Place, tmp_path: Path
+) -> None:
+    """They share nothing but the bucket."""
+    _check_new_process(cell, server, place, tmp_path)
+
+
+def _check_three_resumes(server: Server, place: Place, folder: Path) -> None:
     cell = cells.Cell("seeded", 0.5, 0, 2)
-    expected = server.run(kind="straight", cell=_as_dict(cell), result=str(tmp_path / "straight"))
-    folder = str(tmp_path / "run")
+    expected = server.run(kind="straight", cell=_as_dict(cell), result=str(folder / "straight"))
+    job = {
+        "cell": _as_dict(cell),
+        "folder": place.run("run"),
+        "environment": dict(place.environment),
+    }
     for number, until in enumerate(("4ba", "13ba", "17ba")):
         scramble = number  # 0 seeds the run as the straight one
-        server.run(kind="part", cell=_as_dict(cell), folder=folder, until=until, scramble=scramble)
-    (found,) = server.run(
-        kind="resume",
-        cell=_as_dict(cell),
-        folder=folder,
-        points=["ba17"],
-        result=str(tmp_path / "resumed"),
-    )
+        server.run(kind="part", until=until, scramble=scramble, **job)
+    (found,) = server.run(kind="resume", points=["ba17"], result=str(folder / "resumed"), **job)
     assert_equal_states(found, expected)
 
 
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
+def test_three_resumes_in_a_row(server: Server, place: Place, tmp_path: Path) -> None:
+    """What a resume restores must itself be saved right: mid-epoch, twice in one epoch, again."""
+    _check_three_resumes(server, place, tmp_path)
+
+
+@pytest.mark.cloud
+@pytest.mark.parametrize("place", ["juicefs"], indirect=True)
+def test_three_resumes_in_a_row_from_a_bucket(server: Server, place: Place, tmp_path: Path) -> None:
+    """The same with a bucket between them, and nothing is left beside the run."""
+    _check_three_resumes(server, place, tmp_path)
+    assert strays(place.run("run")) == []
+
+
 def _train_through_signals(
-    server: Server, tmp_path: Path, *, number: int, seed: int, times: int
+    server: Server, place: Place, folder: Path, *, number: int, seed: int, times: int
 ) -> list[int]:
     """Signal a training again and again, let it end, compare it, return the exit codes."""
     cell = cells.Cell("plain", 0.5, 0, 1)
     moments = random.Random(seed)
-    expected = server.run(kind="straight", cell=_as_dict(cell), result=str(tmp_path / "straight"))
+    expected = server.run(kind="straight", cell=_as_dict(cell), result=str(folder / "straight"))
     job = {
         "kind": "whole",
         "cell": _as_dict(cell),
-        "folder": str(tmp_path / "run"),
-        "result": str(tmp_path / "whole"),
+        "folder": place.run("run"),
+        "environment": dict(place.environment),
+        "result": str(folder / "whole"),
     }
     codes = [
         server.start(
@@ -188,28 +216,39 @@ def _train_through_signals(
         for _ in range(times)
     ]
     assert_equal_states(server.run(**job), expected)
+    if this_process().machine_id:  # or it cannot tell that a killed process has ended
+        assert strays(place.run("run")) == []
     return codes
 
 
-def test_kills_at_random_moments_change_nothing(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
+def test_kills_at_random_moments_change_nothing(
+    server: Server, place: Place, tmp_path: Path
+) -> None:
     """Each start goes on from the newest checkpoint, and the end is that of the straight run."""
-    codes = _train_through_signals(server, tmp_path, number=signal.SIGKILL, seed=1, times=6)
+    codes = _train_through_signals(server, place, tmp_path, number=signal.SIGKILL, seed=1, times=6)
     assert -signal.SIGKILL in codes
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("place", ["disk", "moto", "juicefs"], indirect=True)
 def test_many_kills_at_random_moments_change_nothing(
-    server: Server, tmp_path: Path, seed: int
+    server: Server, place: Place, tmp_path: Path, seed: int
 ) -> None:
-    """The same with more of them."""
-    _train_through_signals(server, tmp_path, number=signal.SIGKILL, seed=seed, times=15)
+    """The same with more of them, on a disk and in buckets."""
+    _train_through_signals(server, place, tmp_path, number=signal.SIGKILL, seed=seed, times=15)
 
 
-def test_preemptions_at_random_moments_change_nothing(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "place", ["disk", pytest.param("moto", marks=pytest.mark.campaign)], indirect=True
+)
+def test_preemptions_at_random_moments_change_nothing(
+    server: Server, place: Place, tmp_path: Path
+) -> None:
     """SIGTERM is answered with a checkpoint and the documented exit code."""
-    codes = _train_through_signals(server, tmp_path, number=signal.SIGTERM, seed=2, times=6)
+    codes = _train_through_signals(server, place, tmp_path, number=signal.SIGTERM, seed=2, times=6)
     assert 128 + signal.SIGTERM in codes
     assert set(codes) <= {0, 128 + signal.SIGTERM, -signal.SIGTERM}
 

@@ -323,6 +323,7 @@ def main() -> None:
 
 def run_job(job: dict[str, Any]) -> None:
     """Do one job and leave its outcome in a file."""
+    os.environ.update(job.get("environment", {}))
     cell = Cell(**job["cell"])
     if job["kind"] == "straight":
         result: Any = straight(cell, job.get("folder"), job.get("points"))

@@ -11,91 +11,195 @@ import random
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import milepost as mp
+from milepost.checkpoint import run_store
 from milepost.runs import Level, State, this_process
 from milepost.testing.asserts import assert_equal_states
 
+from ..places import Place, strays
+
+Straight = Callable[[int], dict[str, Any]]
 SCRIPT = Path(__file__).with_name("kill_script.py")
 LIFE_S = 60.0
 
 
-def start(folder: Path, acknowledged: Path, result: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(SCRIPT), str(folder), str(acknowledged), str(result)]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+@dataclass(frozen=True)
+class Job:
+    """A training to be killed.
+
+    Attributes:
+        place: Where its run is.
+        folder: Where it leaves what it has to say.
+        keep: How many checkpoints it keeps, 0 for all.
+        bulk: How many numbers it saves beside its weights.
+    """
+
+    place: Place
+    folder: Path
+    keep: int = 0
+    bulk: int = 0
+
+    @property
+    def run(self) -> str:
+        return self.place.run("run")
+
+    @property
+    def acknowledged(self) -> list[str]:
+        told = self.folder / "acked.log"
+        return told.read_text().split() if told.exists() else []
+
+    def start(self) -> subprocess.Popen[bytes]:
+        where = [self.run, str(self.folder / "acked.log"), str(self.folder / "result.pt")]
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), *where, str(self.keep), str(self.bulk)],
+            env={**os.environ, **self.place.environment, "OMP_NUM_THREADS": "1"},
+        )
+
+    def result(self) -> dict[str, Any]:
+        return torch.load(self.folder / "result.pt", weights_only=True)
 
 
-def read(acknowledged: Path) -> list[str]:
-    return acknowledged.read_text().split() if acknowledged.exists() else []
-
-
-def check_run(folder: Path, acknowledged: Path) -> None:
+def check_run(job: Job) -> None:
     """Require that every acknowledged checkpoint counts and is whole, and nothing torn does."""
-    if not (folder / "run.json").exists():
-        assert read(acknowledged) == []
+    if run_store(job.run) is None:
+        assert job.acknowledged == []
         return
-    run = mp.open_run(folder)
+    run = mp.open_run(job.run)
     counted = {found.name for found in run.view.lineage()}
-    assert set(read(acknowledged)) <= counted
+    acknowledged = job.acknowledged[-1:] if job.keep else job.acknowledged
+    assert set(acknowledged) <= counted
     for checkpoint in run.checkpoints():
         report = checkpoint.verify(Level.FULL)
         assert report.is_good, report
     latest = run.latest()
     if latest is not None:
-        acked = [run.get(name).time["batch"] for name in read(acknowledged)]
-        assert latest.time["batch"] >= max(acked, default=0)
+        assert all(latest.time["batch"] >= int(name[2:]) for name in job.acknowledged)
 
 
-def run_with_kills(tmp_path: Path, *, num_kills: int, seed: int) -> None:
-    rng = random.Random(seed)
-    straight = tmp_path / "straight.pt"
-    assert start(tmp_path / "straight", tmp_path / "acked0", straight).wait(LIFE_S) == 0
-    folder, acknowledged, result = tmp_path / "run", tmp_path / "acked", tmp_path / "result.pt"
-    kills = 0
-    while kills < num_kills:
-        process = start(folder, acknowledged, result)
-        before = len(read(acknowledged))
-        deadline = rng.random() * 0.25
-        try:
-            # Die some moments after the first new checkpoint of this life, or before it.
-            while process.poll() is None and len(read(acknowledged)) == before:
-                try:
-                    process.wait(0.002)
-                except subprocess.TimeoutExpired:
-                    continue
-            process.wait(deadline)
-        except subprocess.TimeoutExpired:
+def check_newest(job: Job) -> None:
+    """Require the same of the newest alone, while the training goes on."""
+    if run_store(job.run) is None:
+        return
+    acknowledged = job.acknowledged
+    try:
+        latest = mp.open_run(job.run).latest()
+    except mp.MissingError:
+        assert acknowledged == []
+        return
+    if latest is None:
+        assert acknowledged == []
+        return
+    assert all(latest.time["batch"] >= int(name[2:]) for name in acknowledged)
+    report = latest.verify(Level.QUICK)
+    # Retention may delete it under our hands, its commit first.
+    assert report.is_good or not latest.is_committed, report
+
+
+def kill_somewhere(job: Job, rng: random.Random) -> bool:
+    """Start a life and kill it some moments after its first checkpoint, or before it.
+
+    Returns:
+        Whether it was killed, and has not come to its end before.
+    """
+    process, before = job.start(), len(job.acknowledged)
+    after_s = rng.random() * (0.25 if job.place.server is None else 0.6)
+    try:
+        while process.poll() is None and len(job.acknowledged) == before:
+            if job.place.server is not None:
+                check_newest(job)
+            try:
+                process.wait(0.002)
+            except subprocess.TimeoutExpired:
+                continue
+        deadline_s = time.monotonic() + after_s
+        while job.place.server is not None and time.monotonic() < deadline_s - 0.1:
+            check_newest(job)
+        process.wait(max(0.0, deadline_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        if process.poll() is None:
             process.send_signal(signal.SIGKILL)
             process.wait(LIFE_S)
-            kills += 1
-        check_run(folder, acknowledged)
-        if process.returncode == 0:
+    assert process.returncode == 0
+    return False
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """The end of the training that nobody disturbed: on the disk, whatever the place."""
+    ends: dict[int, dict[str, Any]] = {}
+
+    def end(bulk: int) -> dict[str, Any]:
+        if bulk not in ends:
+            folder = tmp_path_factory.mktemp("straight")
+            job = Job(Place(str(folder)), folder, bulk=bulk)
+            assert job.start().wait(LIFE_S) == 0
+            ends[bulk] = job.result()
+        return ends[bulk]
+
+    return end
+
+
+def run_with_kills(job: Job, expected: dict[str, Any], *, num_kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    kills = 0
+    while kills < num_kills:
+        was_killed = kill_somewhere(job, rng)
+        check_run(job)
+        kills += was_killed
+        if not was_killed:
             break
     assert kills > 0
-    assert start(folder, acknowledged, result).wait(LIFE_S) == 0
-    check_run(folder, acknowledged)
-    view = mp.open_run(folder).view
+    assert job.start().wait(LIFE_S) == 0
+    check_run(job)
+    view = mp.open_run(job.run).view
     left = [f.name for f in view.found if f.state in (State.INCOMPLETE, State.DELETING)]
     # A machine that does not know itself cannot tell that the killed process has ended.
-    assert not left or not this_process().machine_id
-    one = torch.load(straight, weights_only=True)
-    other = torch.load(result, weights_only=True)
-    assert len(one["losses"]) == 100
-    assert_equal_states(one, other)
+    if this_process().machine_id:
+        assert not left
+        assert strays(job.run) == []
+    if job.keep:
+        assert len(view.lineage()) == job.keep
+    assert len(expected["losses"]) == 100
+    assert_equal_states(job.result(), expected)
 
 
-def test_killed_training_goes_on_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
+def test_killed_training_goes_on_exactly(place: Place, tmp_path: Path, straight: Straight) -> None:
     """Three kills at seeded moments: nothing acknowledged is lost, and the end is bit-equal."""
-    run_with_kills(tmp_path, num_kills=3, seed=20)
+    run_with_kills(Job(place, tmp_path), straight(0), num_kills=3, seed=20)
+
+
+@pytest.mark.cloud
+@pytest.mark.parametrize("place", ["moto"], indirect=True)
+def test_killed_training_goes_on_exactly_in_a_bucket(
+    place: Place, tmp_path: Path, straight: Straight
+) -> None:
+    """In the middle of uploads and deletions, while somebody looks at the run all the time."""
+    run_with_kills(Job(place, tmp_path, keep=2), straight(0), num_kills=2, seed=21)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(10))
-def test_killed_training_goes_on_exactly_many_times(tmp_path: Path, seed: int) -> None:
-    """Up to 50 kills in ten trainings, each at other moments."""
-    run_with_kills(tmp_path, num_kills=5, seed=seed)
+@pytest.mark.parametrize("place", ["disk", "moto", "juicefs"], indirect=True)
+def test_killed_training_goes_on_exactly_many_times(
+    place: Place, tmp_path: Path, straight: Straight, seed: int
+) -> None:
+    """Up to 50 kills in ten trainings, each at other moments, with retention and without.
+
+    Half of them send their parts in several pieces.
+    """
+    keep, bulk = (0, 0) if seed % 2 else (2, 2_300_000)
+    job = Job(place, tmp_path, keep=keep, bulk=bulk)
+    run_with_kills(job, straight(bulk), num_kills=5, seed=seed)
