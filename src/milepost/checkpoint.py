@@ -233,15 +233,18 @@ class Checkpoint:
             rank=rank,
         )
 
-    def verify(self, level: Level | str = Level.FULL) -> VerifyReport:
+    def verify(
+        self, level: Level | str = Level.FULL, *, progress: Callable[[int], None] | None = None
+    ) -> VerifyReport:
         """Check it against its commit.
 
         Args:
             level: ``quick`` compares records and sizes; ``full`` reads every byte.
+            progress: Called with the bytes of each block that was compared, by several threads.
         """
         # Copies on this machine say nothing of what is there.
         store = self.store.store if isinstance(self.store, CachedStore) else self.store
-        return verify(store, self.folder, Level(level))
+        return verify(store, self.folder, Level(level), progress=progress)
 
     @contextmanager
     def as_directory(self, *, stall_timeout_s: float = STALL_TIMEOUT_S) -> Iterator[str]:

@@ -40,7 +40,7 @@ from .state.source import TensorInfo, new_tensor
 from .stores import posix
 from .stores.base import Store
 from .stores.pages import page_memory
-from .stores.url import open_store
+from .stores.url import is_address, open_store
 from .tensors.dtypes import dtype_of_code, named_dtype
 from .tensors.unpack import leaf_tag, unpack_item
 
@@ -133,7 +133,7 @@ def consolidate(
         pieces = _Pieces(found, memory_bytes=memory_bytes, progress=progress)
         if format == "milepost":
             return _new_run(pieces, to if isinstance(to, Store) else open_store(to), wanted)
-        if isinstance(to, Store):
+        if isinstance(to, Store) or is_address(os.fspath(to)):
             raise UsageError(f"A file for other programs needs a path, not {to!r}.")
         return _file(pieces, Path(to).expanduser().absolute(), wanted, format)
 

@@ -105,3 +105,46 @@ def test_a_mirror_follows_a_run_that_prunes_itself(run: Path, place: str) -> Non
     store = open_store(place)
     record_origin(store, open_session(store, ensure_run(store)), None)  # a training begins there
     call("sync", run, place, code=6)
+
+
+def test_doctor_looks_at_a_bucket_and_at_the_run_there(run: Path, place: str) -> None:
+    """Nothing is left, and what cannot be reached ends with a code."""
+    call("sync", run, place)
+    before = [entry.key for entry in open_store(place).list()]
+    found = json.loads(call("doctor", place, "--json"))
+    statuses = {one["check"]: one["status"] for one in found["checks"]}
+    assert (
+        statuses.items()
+        >= {
+            "writable": "ok",
+            "exclusive create": "ok",
+            "ranged read": "ok",
+            "newest": "ok",
+        }.items()
+    )
+    assert [entry.key for entry in open_store(place).list()] == before
+    assert "there is no run" in call("doctor", f"{place}-new")
+    assert "fail" in call("doctor", "s3://no-such-bucket/run", code=4)
+
+
+def test_what_is_made_of_a_checkpoint_in_a_bucket(run: Path, place: str, tmp_path: Path) -> None:
+    """A new run there, or files here; a file for other programs is never made there."""
+    call("sync", run, place)
+    call("consolidate", f"{place}/a", "--to", f"{place}-whole")
+    assert names(f"{place}-whole") == ["a"]
+    call("export", f"{place}/a", tmp_path / "a.pt", "--to", "torch")
+    call("export", f"{place}/a", tmp_path / "a.safetensors", "--to", "safetensors")
+    for verb in (
+        ("export", f"{place}/a", f"{place}/a.pt", "--to", "torch"),
+        ("consolidate", f"{place}/a", "--to", f"{place}/a.pt", "--format", "torch"),
+    ):
+        call(*verb, code=2)
+    with pytest.raises(mp.UsageError):
+        mp.consolidate(f"{place}/a", f"{place}/a.pt", format="torch")
+    call("import", tmp_path / "a.pt", f"{place}-back", "--trust")
+    assert names(f"{place}-back") == ["a"]
+    assert json.loads(call("diff", f"{place}/a", f"{run}/a", "--json"))["is_equal"]
+    assert not json.loads(call("diff", f"{place}/a", f"{place}/b", "--json", code=1))["is_equal"]
+    shown = json.loads(call("show", f"{place}/a", "--tensors", "--tree", "--files", "--json"))
+    assert shown["num_files"] == len(shown["files"])
+    call("export", f"{place}/nope", tmp_path / "b.pt", "--to", "torch", code=3)

@@ -7,13 +7,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ..checkpoint import Checkpoint, Run, open_checkpoint, open_run, run_store
-from ..errors import DamagedError, IncompleteError, MissingError
+from ..errors import DamagedError, IncompleteError, MissingError, UsageError
 from ..format.layout import DIAGNOSTIC_FOLDERS, HIDDEN, LATEST
 from ..runs.scan import Found, State
 from ..stores.url import is_address
 from ..visible import SUFFIXES
 
-__all__ = ["Located", "locate", "locate_run", "path_of"]
+__all__ = ["Located", "locate", "locate_run", "path_of", "target_of"]
 
 _SUFFIXES = ("", *SUFFIXES.values())
 _UNFINISHED = (State.INCOMPLETE, State.DELETING)
@@ -37,13 +37,23 @@ class Located:
 
 
 def path_of(place: str) -> Path:
-    """Return the local path that was meant: with ``~``, or as ``file:///``."""
+    """Return the local path that was meant: with ``~``, or as ``file:///``.
+
+    Raises:
+        UsageError: It is the address of a store.
+    """
+    if is_address(place):
+        raise UsageError(
+            f"{place} is not on this machine.",
+            safe="Nothing was written.",
+            hint="Name a folder or a file here, and copy it there by other means.",
+        )
     if place.startswith("file://"):
         place = unquote(urlsplit(place).path)
     return Path(place).expanduser()
 
 
-def _target(place: str) -> Path | str:
+def target_of(place: str) -> Path | str:
     """Return the local path or the address that was meant."""
     return place.rstrip("/") if is_address(place) else path_of(place).absolute()
 
@@ -54,7 +64,7 @@ def locate_run(place: str) -> Run:
     Raises:
         MissingError: There is none.
     """
-    return open_run(_target(place))
+    return open_run(target_of(place))
 
 
 def locate(place: str, *, need_commit: bool = True) -> Located:
@@ -69,7 +79,7 @@ def locate(place: str, *, need_commit: bool = True) -> Located:
         MissingError: There is no such checkpoint.
         IncompleteError: It has no commit, and one is needed.
     """
-    target = _target(place)
+    target = target_of(place)
     own = run_store(target)
     if own is not None:
         return replace(_newest(Run(own), place), is_by_run=True)

@@ -23,6 +23,7 @@ from ..checkpoint import Run, run_store
 from ..errors import CheckpointError, ExistsError, MissingError
 from ..runs.scan import State
 from ..runs.sessions import Session, is_provably_dead
+from ..stores.base import Store
 from ..stores.local import LocalStore
 from ..version import __version__
 from .render import age_text, size_text
@@ -34,7 +35,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 _SLOW_FSYNC_S = 0.05
 _MAX_SKEW_S = 2.0
 _NUM_SYNCS = 5
-_PACKAGES = ("torch", "numpy", "crc32c", "safetensors", "typer", "rich")
+_PACKAGES = ("torch", "numpy", "crc32c", "obstore", "safetensors", "typer", "rich")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +97,19 @@ def probe_folder(folder: Path) -> list[Check]:
         return [Check("writable", FAIL, f"{folder}: {error.strerror or error}", hint)]
 
 
-def probe_run(path: Path) -> list[Check]:
+def probe_run(place: Path | Store) -> list[Check]:
     """Look at the room there is, and at sessions and attempts of a run, if there is one."""
-    folder = nearest_folder(path)
-    store = run_store(path)
+    folder = nearest_folder(place) if isinstance(place, Path) else None
+    store = run_store(place)
     if store is None:
-        return [_space(folder, None), Check("run", OK, "there is no run here yet")]
+        return [*_space(folder, None), Check("run", OK, "there is no run here yet")]
     run = Run(store)
     try:
         latest = run.view.latest()
     except CheckpointError as error:
-        return [_space(folder, None), Check("run", FAIL, error.what, error.hint)]
+        return [*_space(folder, None), Check("run", FAIL, error.what, error.hint)]
     newest_bytes = latest.size_bytes if latest is not None else None
-    return [_space(folder, newest_bytes), _newest(run), *_session(run), *_left_over(run)]
+    return [*_space(folder, newest_bytes), _newest(run), *_session(run), *_left_over(run)]
 
 
 @contextmanager
@@ -209,17 +210,21 @@ def _clock(scratch: Path) -> Check:
     return Check("clock", WARN, f"{skew_s:.0f} s away from that of the file system", hint)
 
 
-def _space(folder: Path, newest_bytes: int | None) -> Check:
+def _space(folder: Path | None, newest_bytes: int | None) -> list[Check]:
+    """Look at the room on a disk; a bucket has no end."""
+    if folder is None:
+        return []
     free_bytes = shutil.disk_usage(folder).free
     text = f"{size_text(free_bytes)} free"
-    if not newest_bytes:
-        return Check("space", OK, text)
-    text += f", the newest checkpoint takes {size_text(newest_bytes)}"
-    if free_bytes < newest_bytes:
-        return Check("space", FAIL, text, "The next save will fail. Prune, or free some space.")
-    if free_bytes < 2 * newest_bytes:
-        return Check("space", WARN, text, "There is room for one more. Prune, or free some space.")
-    return Check("space", OK, text)
+    if newest_bytes:
+        text += f", the newest checkpoint takes {size_text(newest_bytes)}"
+    if newest_bytes and free_bytes < newest_bytes:
+        hint = "The next save will fail. Prune, or free some space."
+        return [Check("space", FAIL, text, hint)]
+    if newest_bytes and free_bytes < 2 * newest_bytes:
+        hint = "There is room for one more. Prune, or free some space."
+        return [Check("space", WARN, text, hint)]
+    return [Check("space", OK, text)]
 
 
 def _newest(run: Run) -> Check:

@@ -104,6 +104,11 @@ def test_doctor_tells_whether_blocks_bypass_the_cache(tmp_path):
     assert bool(direct.hint) == (direct.status == "warn")
 
 
-def test_doctor_examines_local_places_only(milepost):
-    """What cannot be tried is not reported as fine."""
-    milepost("doctor", "s3://bucket/run", code=2)
+def test_doctor_of_a_service_that_does_not_answer(milepost, monkeypatch):
+    """It is told soon, and not after as many tries as a save makes."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    result = milepost("doctor", "s3://bucket/run", code=4)
+    assert "fail writable: Nothing can be saved there." in result.stdout

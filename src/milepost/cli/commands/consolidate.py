@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from ...display import loading_bar
-from ..places import locate, path_of
+from ..places import locate, path_of, target_of
 from ..render import print_json, size_text
+from ..tally import tally
 
 __all__ = ["consolidate"]
 
@@ -41,8 +42,8 @@ def consolidate(
         str | None,
         typer.Option(
             metavar="DIR|FILE",
-            help="A new run; for the other formats a new file, or a folder for it. By default "
-            "in the working folder, called after the checkpoint.",
+            help="A new run, or an address for one; for the other formats a new file, or a folder "
+            "for it. By default in the working folder, called after the checkpoint.",
         ),
     ] = None,
     form: Annotated[
@@ -70,15 +71,10 @@ def consolidate(
     from ...consolidating import consolidate as join
 
     wanted = name or found.name.rpartition("/")[2]
-    target = path_of(to or (f"{wanted}-consolidated" if form is Format.milepost else "."))
-    done_bytes = 0
+    place_of = target_of if form is Format.milepost else path_of
+    target = place_of(to or (f"{wanted}-consolidated" if form is Format.milepost else "."))
     with loading_bar(wanted, total_bytes=found.manifest.size_bytes, is_shown=True) as bar:
-
-        def note(num_bytes: int) -> None:
-            nonlocal done_bytes
-            done_bytes += num_bytes
-            bar.update(done_bytes)
-
+        note = tally(bar)
         if form is Format.milepost:
             made = join(found, target, name=name, memory_bytes=memory_bytes, progress=note)
             place, num_bytes = made.url.removeprefix("file://"), made.manifest.size_bytes

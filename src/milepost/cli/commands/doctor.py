@@ -6,19 +6,25 @@ from typing import Annotated
 
 import typer
 
-from ...errors import UsageError
+from ...stores.base import Store
+from ...stores.url import is_address, open_store
 from ..exits import Exit
 from ..places import path_of
 from ..probes import FAIL, OK, WARN, Check, nearest_folder, probe_folder, probe_run, probe_versions
 from ..render import Column, count_text, print_json, print_table
+from ..store_probes import probe_store
 
 __all__ = ["doctor"]
 
+_RETRY_TIMEOUT_S = 20.0
+_MAX_RETRIES = 2
 _COLUMNS = (Column("status"), Column("check"), Column("found"))
 
 
 def doctor(
-    place: Annotated[str, typer.Argument(help="A run, or a folder where one shall be.")] = ".",
+    place: Annotated[
+        str, typer.Argument(help="A run, or a folder or an address where one shall be.")
+    ] = ".",
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object.")] = False,
 ) -> None:
@@ -26,18 +32,36 @@ def doctor(
 
     Ends with 4 if nothing can be written there, with 6 if another check fails.
     """
-    if "://" in place and not place.startswith("file://"):
-        raise UsageError(f"{place} is not a folder.", hint="Only local places can be examined.")
-    path = path_of(place)
-    checks = [*probe_versions(), *probe_folder(nearest_folder(path)), *probe_run(path)]
+    where, checks = _look(place)
     if as_json:
-        print_json({"place": str(path.absolute()), "checks": [_record(one) for one in checks]})
+        print_json({"place": where, "checks": [_record(one) for one in checks]})
     else:
         print_table(_COLUMNS, [[one.status, one.name, one.text] for one in checks])
         _print_hints(checks)
     failed = [check.name for check in checks if check.status == FAIL]
     if failed:
         raise typer.Exit(Exit.ACCESS if "writable" in failed else Exit.STORAGE)
+
+
+def _look(place: str) -> tuple[str, list[Check]]:
+    if not is_address(place):
+        path = path_of(place)
+        found = [*probe_versions(), *probe_folder(nearest_folder(path)), *probe_run(path)]
+        return str(path.absolute()), found
+    store = _impatient(place.rstrip("/"))
+    found = [*probe_versions(), *probe_store(store)]
+    is_reached = all(one.status != FAIL for one in found if one.name in ("list", "read"))
+    return store.url, [*found, *(probe_run(store) if is_reached else [])]
+
+
+def _impatient(address: str) -> Store:
+    """Return the store at an address; one that does not answer is not waited for for minutes."""
+    store = open_store(address)
+    from ...stores.cloud import CloudStore
+
+    if isinstance(store, CloudStore):
+        return CloudStore(address, retry_timeout_s=_RETRY_TIMEOUT_S, max_retries=_MAX_RETRIES)
+    return store
 
 
 def _print_hints(checks: list[Check]) -> None:

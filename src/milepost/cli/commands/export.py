@@ -11,6 +11,7 @@ import typer
 
 from ...convert.dcp_trees import DCP_METADATA
 from ...errors import MissingError, UsageError
+from ...stores.url import is_address
 from ..places import locate, path_of
 from ..render import print_json, size_text
 
@@ -101,6 +102,8 @@ def _open(place: str, *, trust: bool) -> tuple[str, StateSource]:
         checkpoint = locate(place).checkpoint
         return checkpoint.name.rpartition("/")[2], checkpoint.source()
     except MissingError:
+        if is_address(place):
+            raise
         path = path_of(place)
         if (path / DCP_METADATA).is_file():
             from ...convert.dcp import DcpSource

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..places import path_of
+from ..places import path_of, target_of
 from ..render import print_json, size_text
 
 __all__ = ["import_"]
@@ -17,7 +17,9 @@ def import_(
         str,
         typer.Argument(help="A folder that torch.distributed.checkpoint wrote, or a .pt file."),
     ],
-    run: Annotated[str, typer.Argument(help="The new run: a folder without checkpoints.")],
+    run: Annotated[
+        str, typer.Argument(help="The new run: a folder or an address without checkpoints.")
+    ],
     *,
     name: Annotated[
         str | None, typer.Option(help="Name of the checkpoint. By default that of the source.")
@@ -33,7 +35,7 @@ def import_(
     """Make a checkpoint of a new run out of one of another tool."""
     from ...importing import import_checkpoint
 
-    found = import_checkpoint(path_of(source), path_of(run), name=name, items=only, trust=trust)
+    found = import_checkpoint(path_of(source), target_of(run), name=name, items=only, trust=trust)
     manifest = found.manifest
     if as_json:
         print_json({"url": found.url, "bytes": manifest.size_bytes, "items": list(manifest.items)})

@@ -10,11 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from ...checkpoint import Checkpoint
+from ...display import loading_bar
+from ...errors import CheckpointError
 from ...runs.scan import State
 from ...runs.verify import Level, Problem, VerifyReport
 from ..exits import Exit
 from ..places import locate, locate_run
 from ..render import count_text, print_json, size_text
+from ..tally import tally
 
 __all__ = ["verify"]
 
@@ -73,7 +76,7 @@ def verify(
 def _look(place: str, level: Level, *, everything: bool) -> Iterator[_Result]:
     if not everything:
         checkpoint = locate(place).checkpoint
-        yield _result(checkpoint.verify(level), checkpoint)
+        yield _result(_verify(checkpoint, level), checkpoint)
         return
     run = locate_run(place)
     for found in run.view.found:
@@ -82,7 +85,18 @@ def _look(place: str, level: Level, *, everything: bool) -> Iterator[_Result]:
             yield _Result(found.name, Verdict.INCOMPLETE, level.value, counts=False)
         else:
             checkpoint = run.get(found.name)
-            yield _result(checkpoint.verify(level), checkpoint)
+            yield _result(_verify(checkpoint, level), checkpoint)
+
+
+def _verify(checkpoint: Checkpoint, level: Level) -> VerifyReport:
+    """Look at one, with a bar where every byte is read."""
+    try:
+        total_bytes = checkpoint.manifest.size_bytes
+    except CheckpointError:
+        return checkpoint.verify(level)  # whatever is wrong with it is told by this
+    title = f"verify {checkpoint.name}"
+    with loading_bar(title, total_bytes=total_bytes, is_shown=level is Level.FULL) as bar:
+        return checkpoint.verify(level, progress=tally(bar))
 
 
 def _result(report: VerifyReport, checkpoint: Checkpoint) -> _Result:
