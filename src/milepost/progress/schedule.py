@@ -2,7 +2,7 @@
 
 A schedule is asked at two moments: after a batch and after an epoch. It compares the counters at
 its last question with those now, so that every kind of interval is one rule: a multiple was passed.
-Nothing here reads a clock or a disk.
+Nothing here reads a clock or a disk; the interval ``"auto"`` asks a :class:`Pacing` that does.
 """
 
 from __future__ import annotations
@@ -13,13 +13,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import UsageError
+from .pacing import Pacing
 from .time import Time, TimeUnit
 
-__all__ = ["Due", "Interval", "Moment", "Schedule", "parse_intervals"]
+__all__ = ["AUTO", "Auto", "Due", "Interval", "Moment", "Schedule", "parse_intervals"]
 
 Moment = Literal["batch", "epoch"]
 Counters = Mapping[str, Any]
-Interval = Time | Callable[..., bool]
+
+
+class Auto:
+    """The interval that is found out while training goes on."""
+
+    def __str__(self) -> str:
+        return "auto"
+
+
+AUTO = Auto()
+Interval = Time | Auto | Callable[..., bool]
 
 _COUNTER = {
     TimeUnit.EPOCH: "epoch",
@@ -47,8 +58,8 @@ def parse_intervals(spec: Any) -> tuple[Interval, ...]:
     """Turn what users pass into intervals.
 
     Args:
-        spec: ``None``, a :class:`Time`, text, a whole number of epochs, a callable, or a list of
-            them.
+        spec: ``None``, a :class:`Time`, text, ``"auto"``, a whole number of epochs, a callable, or
+            a list of them.
 
     Raises:
         UsageError: Not a time, or not above zero.
@@ -59,6 +70,8 @@ def parse_intervals(spec: Any) -> tuple[Interval, ...]:
         return tuple(interval for one in spec for interval in parse_intervals(one))
     if callable(spec):
         return (spec,)
+    if spec == "auto" or isinstance(spec, Auto):
+        return (AUTO,)
     interval = Time.of(spec)
     if interval.value <= 0:
         raise UsageError(f"The interval {interval} is not above zero.")
@@ -75,12 +88,24 @@ class Schedule:
         max_duration: Length of the whole training, for intervals in ``dur``.
         steps_per_epoch: Batches of an epoch where known, for intervals in ``dur`` of a training
             whose length is given in epochs.
+        pacing: Decides about the interval ``"auto"``.
     """
 
     def __init__(
-        self, spec: Any, *, max_duration: Time | None = None, steps_per_epoch: int | None = None
+        self,
+        spec: Any,
+        *,
+        max_duration: Time | None = None,
+        steps_per_epoch: int | None = None,
+        pacing: Pacing | None = None,
     ) -> None:
         self.intervals = parse_intervals(spec)
+        self._pacing = pacing
+        if pacing is None and self.is_auto:
+            raise UsageError(
+                'The interval "auto" is for saves only.',
+                hint="Give an interval in epochs, batches, samples or tokens, or a time.",
+            )
         self._max_duration = max_duration
         self._steps_per_epoch = steps_per_epoch
         self._last: Counters = {}
@@ -101,7 +126,12 @@ class Schedule:
     def needs_batches(self) -> bool:
         """Return whether any interval is never due unless batches are counted."""
         units = (TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
-        return any(isinstance(i, Time) and i.unit in units for i in self.intervals)
+        return self.is_auto or any(isinstance(i, Time) and i.unit in units for i in self.intervals)
+
+    @property
+    def is_auto(self) -> bool:
+        """Return whether any interval is found out while training goes on."""
+        return any(isinstance(i, Auto) for i in self.intervals)
 
     @property
     def follows_clock(self) -> bool:
@@ -136,6 +166,10 @@ class Schedule:
             if isinstance(interval, Time):
                 if self._passed(interval, moment, counters):
                     found.append(Due(self._name(interval, moment, counters), str(interval)))
+            elif isinstance(interval, Auto):
+                assert self._pacing is not None
+                if moment == "batch" and self._pacing.is_due():
+                    found.append(Due(_natural_name(moment, counters), str(interval)))
             elif interval(*call_args):
                 name = getattr(interval, "__name__", "callable")
                 found.append(Due(_natural_name(moment, counters), name))

@@ -1,0 +1,183 @@
+"""What a save costs the training that goes on, measured from batch to batch.
+
+    stall       how long training is held up when a save begins
+    slowdown    how much longer the batches take, all together, while it is written
+
+The slowdown is the difference of two medians, of batches with a save in flight and of others, so
+that an evaluation between two batches, or a batch that waits for data, does not look like one; and
+what can be chance is not counted. A stall counts at most a few times what stalls usually are.
+
+The first save of a process takes memory that later ones use again, so it says little about them,
+and its stall counts only as long as there is nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+__all__ = ["Ending", "Estimate", "SaveCosts"]
+
+_COLD_BATCHES = 2
+"""So many first batches are not measured: what is done for the first time takes longer."""
+
+_KEPT_SAVES = 8
+_KEPT_BATCHES = 256
+_FEWEST_FREE = 8
+_FEWEST_BUSY = 2
+_MOST_OF_MEDIAN = 4.0
+_CHANCE_ERRORS = 2.0
+_MAD_TO_SIGMA = 1.4826
+_MEDIAN_ERROR = 1.2533
+"""Standard error of a median, in those of a mean, if errors are normal; and the deviation."""
+
+
+class Ending(Protocol):
+    """A save on its way."""
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What is known of saves, in seconds.
+
+    Attributes:
+        stall_s: How long one holds training up; ``None``: not known.
+        slowdown_s: How much longer batches take while it is written.
+        write_s: How long it is in flight.
+        batch_s: How long a batch takes.
+        is_first: Whether all that is known comes from the first save of a process.
+    """
+
+    stall_s: float | None = None
+    slowdown_s: float = 0.0
+    write_s: float = 0.0
+    batch_s: float = 0.0
+    is_first: bool = True
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Estimate:
+        """Return what an earlier process knew; what is no number is left out."""
+        names = ("stall_s", "slowdown_s", "write_s", "batch_s")
+        found = {name: record[name] for name in names if _is_span(record.get(name))}
+        return cls(**found, is_first="stall_s" not in found)
+
+    @property
+    def cost_s(self) -> float | None:
+        """Return what a save costs, all together; ``None``: not known."""
+        return None if self.stall_s is None else self.stall_s + self.slowdown_s
+
+
+class SaveCosts:
+    """Measures what saves cost. All times are given; nothing here has a clock.
+
+    Attributes:
+        known: What is known; it changes when a save begins or ends.
+        pending: The save in flight.
+        num_batches: Batches since the start.
+    """
+
+    def __init__(self) -> None:
+        self.known = Estimate()
+        self.pending: Ending | None = None
+        self.num_batches = 0
+        self._learned = Estimate()
+        self._first_stall_s: float | None = None
+        self._stalls: deque[float] = deque(maxlen=_KEPT_SAVES)
+        self._writes: deque[float] = deque(maxlen=_KEPT_SAVES)
+        self._counts: deque[int] = deque(maxlen=_KEPT_SAVES)
+        self._free: deque[float] = deque(maxlen=_KEPT_BATCHES)
+        self._busy: deque[float] = deque(maxlen=_KEPT_BATCHES)
+        self._num_busy = 0
+        self._began_s = self._saved_s = 0.0
+
+    def learn(self, known: Estimate) -> None:
+        """Begin with what an earlier process knew, until there is something of one's own."""
+        self._learned = known
+        self._settle()
+
+    def start(self, now_s: float) -> None:
+        """Begin to count batches from now."""
+        self._began_s, self.num_batches = now_s, 0
+        self.pending, self._num_busy = None, 0
+
+    def end_batch(self, now_s: float) -> None:
+        """Take note of the end of a batch."""
+        took_s, self._began_s = now_s - self._began_s, now_s
+        self.num_batches += 1
+        if self.pending is not None:
+            self._num_busy += 1
+            self._busy.append(took_s)
+            if self.pending.done():
+                self._end_save(now_s)
+        elif self.num_batches > _COLD_BATCHES:
+            self._free.append(took_s)
+
+    def note_save(self, pending: Ending, *, now_s: float, stall_s: float | None) -> None:
+        """Take note of a save that has just begun.
+
+        Args:
+            pending: The save on its way.
+            now_s: The present.
+            stall_s: How long training was held up; ``None`` for a save that is none of the usual
+                ones, such as one that was waited for.
+        """
+        if self.pending is not None:
+            self._end_save(now_s)
+        if self._first_stall_s is None:
+            self._first_stall_s = stall_s or 0.0
+        elif stall_s is not None:
+            self._stalls.append(stall_s)
+        self.pending, self._num_busy = pending, 0
+        self._saved_s = self._began_s = now_s
+        self._settle()
+
+    def _end_save(self, now_s: float) -> None:
+        self._writes.append(now_s - self._saved_s)
+        self._counts.append(self._num_busy)
+        self.pending = None
+        self._settle()
+
+    def _settle(self) -> None:
+        learned = self._learned
+        stall_s, is_first = learned.stall_s, learned.is_first
+        if self._stalls:
+            stall_s, is_first = _usual(self._stalls), False
+        elif stall_s is None:
+            stall_s = self._first_stall_s
+        batches = self._free or self._busy
+        self.known = Estimate(
+            stall_s=stall_s,
+            slowdown_s=self._slowdown_s(),
+            write_s=_usual(self._writes) if self._writes else learned.write_s,
+            batch_s=median(batches) if batches else learned.batch_s,
+            is_first=is_first,
+        )
+
+    def _slowdown_s(self) -> float:
+        num_free, num_busy = len(self._free), len(self._busy)
+        if num_free < _FEWEST_FREE or num_busy < _FEWEST_BUSY or not self._counts:
+            return self._learned.slowdown_s
+        usual_s = median(self._free)
+        spread_s = _MAD_TO_SIGMA * median(abs(one - usual_s) for one in self._free)
+        error_s = _MEDIAN_ERROR * spread_s * math.sqrt(1 / num_free + 1 / num_busy)
+        longer_s = median(self._busy) - usual_s
+        if longer_s <= _CHANCE_ERRORS * error_s:
+            return 0.0
+        return longer_s * sum(self._counts) / len(self._counts)
+
+
+def _is_span(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+
+
+def _usual(values: deque[float]) -> float:
+    """Return the mean, in which no value counts more than a few times the median."""
+    most = _MOST_OF_MEDIAN * median(values)
+    return sum(min(value, most) for value in values) / len(values)
