@@ -31,7 +31,9 @@ from .errors import CheckpointError, Preempted, UsageError
 from .liveness import beat
 from .naming import NameFormat
 from .opening import Resume, WriterOptions
-from .progress.schedule import Schedule
+from .progress.pacing import Pacing, make_pacing
+from .progress.schedule import Schedule, is_auto
+from .progress.time import Time
 from .progress.timer import Timer
 from .ranks.solo import RankCheck, Team
 from .ranks.stopping import StopTogether
@@ -64,9 +66,13 @@ class Checkpointer:
 
     Args:
         folder: Folder of the run, address of a bucket, store, or object store provider.
-        every: When to save: ``"1ep"``, ``"100ba"``, ``"30m"``, a whole number of epochs, a callable
-            ``(checkpointer, moment) -> bool``, or a list of those. ``None`` saves only where
-            :meth:`save` is called and at the end.
+        every: When to save: ``"1ep"``, ``"100ba"``, ``"30m"``, ``"auto"`` for as often as it costs
+            little, a whole number of epochs, a callable ``(checkpointer, moment) -> bool``, or a
+            list of those. ``None`` saves only where :meth:`save` is called and at the end.
+        overhead_budget: With ``every="auto"``: the share of the time that saves may take; ``None``:
+            0.01, or no limit if ``mean_time_between_failures`` is given.
+        mean_time_between_failures: With ``every="auto"``: how often something ends the training,
+            such as ``"6h"``. Saves come as often as makes them and lost work cost the least.
         keep: Retention policies; what at least one keeps, stays. Empty keeps everything.
         resume: ``"auto"`` goes on from the newest whole checkpoint or starts afresh; ``"must"``
             refuses to start afresh; ``"never"`` refuses a run that holds checkpoints.
@@ -103,6 +109,8 @@ class Checkpointer:
         folder: AnyPlace,
         *,
         every: Any = None,
+        overhead_budget: float | None = None,
+        mean_time_between_failures: str | Time | None = None,
         keep: Sequence[KeepPolicy] | KeepPolicy = (),
         resume: Resume = "auto",
         save_format: str = "milepost",
@@ -141,7 +149,14 @@ class Checkpointer:
         self.timer = Timer()
         self._writer = RunWriter(place, options)
         self._tracked = Tracked(strict=strict)
-        self._schedule = Schedule(every)
+        pacing = make_pacing(
+            is_wanted=is_auto(every),
+            option="every",
+            clock=lambda: self.timer.clock_s,
+            overhead_budget=overhead_budget,
+            mean_time_between_failures=mean_time_between_failures,
+        )
+        self._schedule = Schedule(every, pacing=pacing)
         self._signals = StopSignals(grace_s=grace_s) if handle_signals else None
         self._loaders: dict[int, ResumableLoader] = {}
         self._hand = BatchInHand()
@@ -156,6 +171,7 @@ class Checkpointer:
             is_async=async_save,
             loaders=self._loaders,
         )
+        self._saves.pacing = pacing
         self._stopping = StopTogether(self._writer.team)
         self._clock_schedule: Schedule | None = None
         self._timed: TimedTogether | None = None
@@ -244,8 +260,10 @@ class Checkpointer:
         self._is_open = True
         if self._signals is not None:
             self._signals.install()
-        self._start_intervals()
         self.timer.start()
+        if self._saves.pacing is not None:
+            self.pace(self._saves.pacing)
+        self._start_intervals()
         return self
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -438,6 +456,8 @@ class Checkpointer:
         self.take_rng()  # that of the resumed checkpoint is history now
         self.timer.on_batch_complete(num_samples, num_tokens)
         beat(self.timer.batch)
+        if self._saves.pacing is not None:
+            self._saves.pacing.end_batch()
         counters = self.timer.snapshot()
         name = None if self._timed is None else self._timed.look(counters)
         if not self._left_to_epoch_end(counters):
@@ -535,6 +555,14 @@ class Checkpointer:
         if self._signals is not None and self._signals.is_unheeded:
             self.stop_if_asked()
         return pending
+
+    def pace(self, pacing: Pacing) -> None:
+        """Have what saves cost measured, for a loop that asks by itself when they are due.
+
+        What the checkpoint knows that the run goes on from, is known from the beginning.
+        """
+        pacing.learn(self._resumption.interval)
+        self._saves.pacing = pacing
 
     def save_diagnostic(
         self, folder: str, name: str, *, extra: Mapping[str, Any], wait: bool = True
@@ -698,6 +726,8 @@ class Checkpointer:
         self._schedule.start(counters)
         if self._timed is not None:
             self._timed.start(counters)
+        if self._saves.pacing is not None:
+            self._saves.pacing.start()
 
     def _deadline_s(self) -> float | None:
         """Return how long a save may take now, in seconds; ``None`` for as long as it takes."""

@@ -39,6 +39,7 @@ class Resumption:
         report: What the resume restored; ``None`` after a fresh start.
         rng: Random state of the checkpoint, until somebody begins to iterate.
         is_final: Whether the checkpoint was made at the end of a training.
+        interval: What it says about the interval it was made at.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Resumption:
         self.report: LoadReport | None = None
         self.rng: Mapping[str, Any] | None = None
         self.is_final = False
+        self.interval: Mapping[str, Any] = {}
         self._gradients: Mapping[str, Any] = {}
         self._own: Mapping[str, Any] = {}
 
@@ -89,6 +91,7 @@ class Resumption:
         self.report.notes.extend(checkpoint.manifest.notes)
         self._note_other_ranks(self.report, checkpoint.manifest.world_size)
         self.is_final = checkpoint.is_final
+        self.interval = checkpoint.manifest.interval
         if late:
             self._writer.protected.add(checkpoint.manifest.name)
 

@@ -21,6 +21,7 @@ from .engine.save import SaveRequest
 from .errors import CheckpointError, UsageError
 from .format.layout import check_name
 from .naming import NameFormat, as_number, natural_name
+from .progress.pacing import Pacing
 from .progress.timer import Timer
 from .resumption import Resumption
 from .state.batch_in_hand import BatchInHand
@@ -61,6 +62,7 @@ class Saves:
         saved_at: The point of the newest save: epoch and batch.
         stray_note: A warning about parameters that are optimized and not saved, if there are any.
         transient: Watches the buffers that are not saved.
+        pacing: Learns what saves cost, if it decides when they are due.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Saves:
         self.saved_at: tuple[int, int] | None = None
         self.stray_note = ""
         self.transient = TransientBuffers({})
+        self.pacing: Pacing | None = None
         self._steps_note = ""
         self._is_told_of_change = False
 
@@ -119,6 +122,7 @@ class Saves:
     ) -> PendingSave[Checkpoint]:
         """Save the state of everything tracked; see ``Checkpointer.save``."""
         self._resumption.settle()
+        started_s = self._timer.clock_s
         with self._whole_batches() as before:
             counters = self._timer.snapshot()
             numbers = {**self._metrics, **(metrics or {})}
@@ -134,6 +138,7 @@ class Saves:
                 time=counters,
                 metrics=numbers,
                 notes=(*self._exactness_notes(), *notes),
+                interval={} if self.pacing is None else self.pacing.record,
             )
             pending = self._begin(request, rng=rng or before)
             self.saved_at, self._saved = self._point(), pending
@@ -141,7 +146,18 @@ class Saves:
             pending.wait()
         elif not self._is_async:
             self._writer.wait()
+        if self.pacing is not None:
+            stall_s = self._timer.clock_s - started_s
+            self._pace(self.pacing, pending, stall_s if reason == "interval" else None)
         return pending
+
+    def _pace(
+        self, pacing: Pacing, pending: PendingSave[Checkpoint], stall_s: float | None
+    ) -> None:
+        pacing.note_save(pending, stall_s=stall_s)
+        news = pacing.news()
+        if news is not None and self._writer.team.rank == 0:
+            _log.info("Saving %s.", news)
 
     def save_diagnostic(
         self, folder: str, name: str, *, extra: Mapping[str, Any], wait: bool = True

@@ -56,6 +56,7 @@ class SaveRequest:
         time: The timer's counters.
         metrics: Numbers by name.
         notes: What a resume cannot reproduce exactly.
+        interval: See ``Manifest.interval``.
     """
 
     name: str
@@ -64,6 +65,7 @@ class SaveRequest:
     time: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    interval: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -214,6 +216,7 @@ class Committer:
             for one in told["files"]
         ]
         stats = together([told["stats"] for told in written])
+        work.stats["slowest_blocking_s"] = stats["blocking_s"]
         manifest = self._manifest(held, work, entries, len(written), stats)
         publish(self.store, self.session, manifest)
         return manifest.to_bytes()
@@ -353,6 +356,7 @@ class Committer:
             software=_software(),
             notes=request.notes,
             stats=dict(stats),
+            interval=request.interval,
         )
 
     def _write_parts(

@@ -26,6 +26,7 @@ FORMAT_VERSION = 1
 _MAX_MANIFEST_BYTES = 32 * 1024 * 1024
 _MAX_FILES = 1_000_000
 _MAX_FILE_BYTES = 2**60
+_TREES = ("time", "metrics", "software", "stats", "interval")
 _CRCS = re.compile(r"(?:[0-9a-f]{8})*")
 
 
@@ -110,6 +111,8 @@ class Manifest:
         software: Versions of what wrote it.
         notes: What resuming from it cannot reproduce exactly, in plain words.
         stats: What the save cost: bytes and seconds by name.
+        interval: Why it was due then, and what that was found out from; empty where the interval
+            was given.
         extra: Fields of other versions, kept as they are.
     """
 
@@ -131,6 +134,7 @@ class Manifest:
     software: Mapping[str, str]
     notes: tuple[str, ...] = ()
     stats: Mapping[str, Any] = field(default_factory=dict)
+    interval: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -157,8 +161,11 @@ class Manifest:
         del body["extra"]
         body["format"] = FORMAT_VERSION
         body["files"] = [entry.to_json() for entry in self.files]
-        for name in ("time", "metrics", "software", "stats"):
-            body[name] = tree.encode(dict(body[name]), path=("manifest", name))
+        if not self.interval:
+            del body["interval"]
+        for name in _TREES:
+            if name in body:
+                body[name] = tree.encode(dict(body[name]), path=("manifest", name))
         body["items"], body["notes"] = list(self.items), list(self.notes)
         return canonical.dump_record(body)
 
@@ -229,6 +236,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "metrics": (dict,),
     "software": (dict,),
     "stats": (dict,),
+    "interval": (dict,),
 }
 
 
@@ -246,7 +254,7 @@ def _read_fields(known: dict[str, Any], where: str) -> dict[str, Any]:
         if not all(isinstance(text, str) for text in known.get(name, ())):
             raise FormatError(f"{where}: the field {name} is of the wrong kind.", path=where)
         known[name] = tuple(known.get(name, ()))
-    for name in ("time", "metrics", "software", "stats"):
+    for name in _TREES:
         known[name] = _read_mapping(known.get(name, {}), name, where)
     known.pop("extra", None)
     return known

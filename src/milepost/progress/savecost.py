@@ -37,7 +37,14 @@ _MEDIAN_ERROR = 1.2533
 
 
 class Ending(Protocol):
-    """A save on its way."""
+    """A save on its way.
+
+    Attributes:
+        stats: What it has cost, once it has ended; of several ranks with ``slowest_blocking_s``,
+            how long it has held up the one that it held up longest.
+    """
+
+    stats: Mapping[str, Any]
 
     def done(self) -> bool:
         """Return whether it has ended."""
@@ -95,6 +102,7 @@ class SaveCosts:
         self._free: deque[float] = deque(maxlen=_KEPT_BATCHES)
         self._busy: deque[float] = deque(maxlen=_KEPT_BATCHES)
         self._num_busy = 0
+        self._is_usual = False
         self._began_s = self._saved_s = 0.0
 
     def learn(self, known: Estimate) -> None:
@@ -130,6 +138,7 @@ class SaveCosts:
         """
         if self.pending is not None:
             self._end_save(now_s)
+        self._is_usual = self._first_stall_s is not None and stall_s is not None
         if self._first_stall_s is None:
             self._first_stall_s = stall_s or 0.0
         elif stall_s is not None:
@@ -139,6 +148,11 @@ class SaveCosts:
         self._settle()
 
     def _end_save(self, now_s: float) -> None:
+        assert self.pending is not None
+        if self._is_usual and self.pending.done():
+            # Ranks train in step: all of them wait for the one that was held up longest.
+            slowest_s = self.pending.stats.get("slowest_blocking_s", 0.0)
+            self._stalls[-1] = max(self._stalls[-1], slowest_s)
         self._writes.append(now_s - self._saved_s)
         self._counts.append(self._num_busy)
         self.pending = None

@@ -16,7 +16,7 @@ from ..errors import UsageError
 from .pacing import Pacing
 from .time import Time, TimeUnit
 
-__all__ = ["AUTO", "Auto", "Due", "Interval", "Moment", "Schedule", "parse_intervals"]
+__all__ = ["Due", "Interval", "Moment", "Schedule", "check_given", "is_auto", "parse_intervals"]
 
 Moment = Literal["batch", "epoch"]
 Counters = Mapping[str, Any]
@@ -80,6 +80,28 @@ def parse_intervals(spec: Any) -> tuple[Interval, ...]:
     return (interval,)
 
 
+def is_auto(spec: Any) -> bool:
+    """Return whether an interval, or one of several, is found out while training goes on.
+
+    Raises:
+        UsageError: Not a time, or not above zero.
+    """
+    return any(isinstance(interval, Auto) for interval in parse_intervals(spec))
+
+
+def check_given(spec: Any) -> None:
+    """Refuse an interval that is found out: what is to happen then has no cost to measure.
+
+    Raises:
+        UsageError: ``"auto"``, or what is no interval at all.
+    """
+    if is_auto(spec):
+        raise UsageError(
+            'The interval "auto" is for saves only.',
+            hint="Give an interval in epochs, batches, samples or tokens, or a time.",
+        )
+
+
 class Schedule:
     """Decide when saves are due.
 
@@ -101,11 +123,8 @@ class Schedule:
     ) -> None:
         self.intervals = parse_intervals(spec)
         self._pacing = pacing
-        if pacing is None and self.is_auto:
-            raise UsageError(
-                'The interval "auto" is for saves only.',
-                hint="Give an interval in epochs, batches, samples or tokens, or a time.",
-            )
+        if pacing is None:
+            check_given(self.intervals)
         self._max_duration = max_duration
         self._steps_per_epoch = steps_per_epoch
         self._last: Counters = {}
@@ -126,12 +145,9 @@ class Schedule:
     def needs_batches(self) -> bool:
         """Return whether any interval is never due unless batches are counted."""
         units = (TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
-        return self.is_auto or any(isinstance(i, Time) and i.unit in units for i in self.intervals)
-
-    @property
-    def is_auto(self) -> bool:
-        """Return whether any interval is found out while training goes on."""
-        return any(isinstance(i, Auto) for i in self.intervals)
+        return any(
+            isinstance(i, Auto) or (isinstance(i, Time) and i.unit in units) for i in self.intervals
+        )
 
     @property
     def follows_clock(self) -> bool:

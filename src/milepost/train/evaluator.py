@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
 from ..errors import DuplicateNameError, UsageError
-from ..progress.schedule import parse_intervals
+from ..progress.schedule import check_given
 from ..progress.time import Time
 from .data import DataSpec
 from .metrics import Metrics
@@ -52,7 +52,7 @@ class Evaluator:
             raise UsageError(f"The label {label!r} belongs to the training metrics.")
         if subset_num_batches is not None and subset_num_batches < 1:
             raise UsageError(f"subset_num_batches={subset_num_batches} is not above zero.")
-        parse_intervals(eval_interval)
+        check_given(eval_interval)
         self.label = label
         self.data = DataSpec.of(dataloader)
         self.metrics = Metrics(metrics)

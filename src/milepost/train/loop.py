@@ -172,7 +172,7 @@ class Loop:
         state.timer.on_batch_complete(sums.num_samples, sums.num_tokens)
         self._stopping.learn(sums.signal_number)
         beat(state.timer.batch)
-        self._saving.leave_batch()
+        self._saving.leave_batch(is_save_due=sums.is_save_due)
         if self._steps_schedulers_per_batch:
             self._step_schedulers()
         self._run_event(Event.BATCH_END)

@@ -20,6 +20,7 @@ from ..errors import (
     UnsupportedStateError,
     UsageError,
 )
+from ..progress.pacing import Pacing
 from ..progress.schedule import Due, Schedule
 from ..progress.time import TimeUnit
 from ..state.loader import ResumableLoader
@@ -49,6 +50,7 @@ class Saving:
         loader: Its loader.
         checkpointer: The run; ``None``: nothing is saved, and signals end the process as usual.
         interval: When to save; see :class:`Schedule`.
+        pacing: Finds out how often, if the interval leaves it open.
         stopping: Says whether a signal asked to end.
         is_alone: Whether there is one rank only. Of several, one that fails cannot save: the others
             are elsewhere.
@@ -61,12 +63,14 @@ class Saving:
         loader: ResumableLoader,
         checkpointer: Checkpointer | None,
         interval: Any,
+        pacing: Pacing | None = None,
         stopping: Stopping,
         is_alone: bool = True,
     ) -> None:
         self._state = state
         self._loader = loader
         self._interval = interval
+        self._pacing = pacing
         self._stopping = stopping
         self._is_alone = is_alone
         self._clean: CleanPoint | None = None
@@ -82,6 +86,8 @@ class Saving:
         self._schedule = self._new_schedule()
         self.checkpointer = checkpointer
         self.evaluation: Evaluation | None = None
+        if pacing is not None and checkpointer is not None:
+            checkpointer.pace(pacing)
 
     @property
     def checkpoint_folder(self) -> str | None:
@@ -122,6 +128,8 @@ class Saving:
         self._asked_at = timer.snapshot() if counters is None else counters
         self._schedule = self._new_schedule()
         self._schedule.start(self._asked_at)
+        if self._pacing is not None:
+            self._pacing.start()
         self._buffers = Buffers(self._state.bare_model)
         self._started_at = self._point
         self._saved_at = None
@@ -149,10 +157,18 @@ class Saving:
         self._clean = None
         self._is_marked_here = False
 
-    def leave_batch(self) -> None:
-        """Note that the timer has counted the batch."""
+    def leave_batch(self, *, is_save_due: bool | None = None) -> None:
+        """Note that the timer has counted the batch.
+
+        Args:
+            is_save_due: What the leader of several ranks says, where it finds out how often.
+        """
         self._is_in_batch = False
         self._loss = self._state.loss
+        if self._pacing is not None:
+            self._pacing.end_batch()
+            if is_save_due is not None:
+                self._pacing.hear(is_save_due)
 
     def after_batch(self, *, is_last_of_epoch: bool, is_finished: bool) -> None:
         """Save, if due, after the event ``BATCH_CHECKPOINT``.
@@ -325,6 +341,7 @@ class Saving:
             self._interval,
             max_duration=self._state.max_duration,
             steps_per_epoch=self._state.steps_per_epoch,
+            pacing=self._pacing,
         )
 
     def _metrics(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
     the loss             summed: its mean is the batch's, and is not finite where any part is not
     samples and tokens   summed: the progress is that of all ranks together
     seconds trained      rank 0's clock: intervals in seconds are due at one batch on every rank
+    whether to save      rank 0's word, where it finds out how often
     signals              whether any rank was asked to end
 
 The message is sent before the last backward pass of a batch and read after it, so that it travels
@@ -36,6 +37,7 @@ class Sums:
         num_samples: Samples of all ranks.
         num_tokens: Tokens of all ranks.
         wall_s: Seconds trained, as rank 0 counts them; ``None``: this process counts by itself.
+        is_save_due: Whether rank 0 says that a save is due after this batch; alone always ``None``.
         signal_number: A signal that any rank got, if one did; alone always ``None``.
     """
 
@@ -43,6 +45,7 @@ class Sums:
     num_samples: int
     num_tokens: int
     wall_s: float | None = None
+    is_save_due: bool | None = None
     signal_number: int | None = None
 
 
@@ -52,13 +55,20 @@ class Tally:
     Args:
         group: The ranks.
         signal_number: Returns the signal that this process got, if it did.
+        is_save_due: Returns whether a save is due, by what this process knows.
         num_alike: How many ranks train on the same samples, such as those of tensor parallelism.
     """
 
     def __init__(
-        self, group: Group, *, signal_number: Callable[[], int | None], num_alike: int = 1
+        self,
+        group: Group,
+        *,
+        signal_number: Callable[[], int | None],
+        is_save_due: Callable[[], bool] = lambda: False,
+        num_alike: int = 1,
     ) -> None:
         self._group = group
+        self._is_save_due = is_save_due
         self._signal_number = signal_number
         self._num_alike = num_alike
         self._sent: torch.Tensor | None = None
@@ -83,10 +93,13 @@ class Tally:
         if self._group.is_alone:
             self._work = Sums(loss=loss, num_samples=num_samples, num_tokens=num_tokens)
             return
-        clock = wall_s if self._group.rank == 0 else 0.0
+        is_leader = self._group.rank == 0
+        clock = wall_s if is_leader else 0.0
+        is_due = float(is_leader and self._is_save_due())
         number = self._signal_number()
         got = [float(number == one) for one in _SIGNALS]
-        numbers = torch.tensor([num_samples, num_tokens, clock, *got], dtype=torch.float64)
+        said = [num_samples, num_tokens, clock, is_due, *got]
+        numbers = torch.tensor(said, dtype=torch.float64)
         # On the device of the loss: reading the loss here would wait for the device.
         own = loss.detach().reshape(1).double()
         self._sent = torch.cat([own, numbers.to(own.device, non_blocking=True)])
@@ -100,12 +113,13 @@ class Tally:
         assert self._sent is not None
         work.wait()
         sums = self._sent
-        _, samples, tokens, wall_s, *got = sums.tolist()
+        _, samples, tokens, wall_s, is_due, *got = sums.tolist()
         return Sums(
             loss=(sums[0] / self._group.world_size).float(),
             num_samples=int(samples) // self._num_alike,
             num_tokens=int(tokens) // self._num_alike,
             wall_s=wall_s,
+            is_save_due=is_due > 0,
             signal_number=next((n for n, was in zip(_SIGNALS, got, strict=True) if was), None),
         )
 

@@ -14,6 +14,8 @@ import torch
 from ..display import training_bar
 from ..errors import NonFiniteLossError, Preempted, UsageError
 from ..naming import NameFormat
+from ..progress.pacing import make_pacing
+from ..progress.schedule import is_auto
 from ..progress.time import Time
 from ..runs.keep import KeepPolicy
 from ..state.dealt_loader import resumable
@@ -84,8 +86,13 @@ class Trainer:
         run_name: Name of the run, for a relative ``save_folder``.
         save_folder: Where to save. Relative: in ``./runs/<run_name or time>/rank_0/``. ``None``:
             nothing is saved.
-        save_interval: When: ``"1ep"``, ``"500ba"``, ``"0.1dur"``, ``"30m"``, a whole number of
-            epochs, a callable ``(state, event) -> bool``, or several. The end is always saved.
+        save_interval: When: ``"1ep"``, ``"500ba"``, ``"0.1dur"``, ``"30m"``, ``"auto"`` for as
+            often as it costs little, a whole number of epochs, a callable ``(state, event) ->
+            bool``, or several. The end is always saved.
+        overhead_budget: With ``"auto"``: the share of the time that saves may take; ``None``: 0.01,
+            or no limit if ``mean_time_between_failures`` is given.
+        mean_time_between_failures: With ``"auto"``: how often something ends the training, such as
+            ``"6h"``. Saves come as often as makes them and lost work cost the least.
         save_compression: ``"gzip"``, ``"bzip2"`` or ``"lzma"`` for single-file checkpoints.
         save_format: ``"milepost"``, or ``"torch"`` for one ``.pt`` file per checkpoint.
         sharding: Of several ranks: ``"auto"``, each writes what it holds; ``"consolidated"``,
@@ -149,6 +156,8 @@ class Trainer:
         run_name: str | None = None,
         save_folder: str | os.PathLike[str] | None = None,
         save_interval: Any = "1ep",
+        overhead_budget: float | None = None,
+        mean_time_between_failures: str | Time | None = None,
         save_compression: str | None = "",
         save_format: Literal["milepost", "torch"] = "milepost",
         sharding: Literal["auto", "consolidated"] = "auto",
@@ -167,13 +176,22 @@ class Trainer:
         load_progress_bar: bool = True,
     ) -> None:
         check_choices(parallel, step_schedulers_every)
+        pacing = make_pacing(
+            is_wanted=is_auto(save_interval),
+            option="save_interval",
+            clock=lambda: self.state.timer.clock_s,
+            overhead_budget=overhead_budget,
+            mean_time_between_failures=mean_time_between_failures,
+        )
         make_deterministic(is_wanted=deterministic_mode)
         if device is not None:
             model.to(device)
         group = self._group = Group.join(device_of(model), timeout_s=group_timeout_s)
         self._end = finalize(self, group.leave)  # at the end of the process at the latest
-        where: Any = {"run_name": run_name, "resume": resume}
-        folder = group.lead("choose a folder", lambda: save_location(save_folder, **where))
+        folder = group.lead(
+            "choose a folder",
+            lambda: save_location(save_folder, run_name=run_name, resume=resume),
+        )
         layout = prepare(model, group)
         chosen = group.lead("choose a seed", lambda: choose_seed(seed))
         data, sampler = share_training(train_dataloader, group=group, layout=layout, seed=chosen)
@@ -251,6 +269,7 @@ class Trainer:
             loader=self._loader,
             checkpointer=self._session.checkpointer,
             interval=save_interval,
+            pacing=pacing,
             stopping=self._stopping,
             is_alone=group.is_alone,
         )
@@ -276,6 +295,7 @@ class Trainer:
                 tally=Tally(
                     group,
                     signal_number=lambda: self._stopping.received,
+                    is_save_due=lambda: pacing is not None and pacing.look(),
                     num_alike=num_alike(data.dataloader, group),
                 ),
                 on_non_finite=NonFinite(

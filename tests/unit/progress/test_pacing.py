@@ -57,6 +57,8 @@ class Training:
     durable: list = field(default_factory=list)
     random: random.Random = field(default_factory=lambda: random.Random(7))
 
+    stats: dict = field(default_factory=dict)
+
     def __post_init__(self) -> None:
         self.pacing = Pacing(clock=lambda: self.now_s, **self.options)
         self.pacing.start()
@@ -292,6 +294,15 @@ def test_other_saves_begin_the_interval_anew_and_teach_nothing():
     training.pacing.note_save(training, stall_s=None)
     assert training.pacing.interval_s == before_s
     assert training.pacing.due_s == pytest.approx(training.now_s + before_s)
+
+
+def test_the_rank_that_is_held_up_longest_counts():
+    """Ranks train in step, so that all of them wait for it."""
+    training = Training(WAITED, 0.1)
+    training.stats = {"slowest_blocking_s": 2.5}
+    training.overhead(num_saves=4)
+    training.run_batch()
+    assert training.pacing.record["stall_s"] == pytest.approx(2.5)
 
 
 def test_ranks_save_when_the_leader_says_so():

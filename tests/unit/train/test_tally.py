@@ -48,16 +48,16 @@ def test_alone_nothing_changes() -> None:
     sums = tally.read()
     assert sums.loss is loss
     assert (sums.num_samples, sums.num_tokens) == (4, 40)
-    assert (sums.wall_s, sums.signal_number) == (None, None)
+    assert (sums.wall_s, sums.signal_number, sums.is_save_due) == (None, None, None)
 
 
 def test_sums_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is a mean, samples and tokens are sums, and the clock is rank 0's."""
-    sums = add(1, [5.0, 3, 33, 9.25, 0, 0], monkeypatch)
+    sums = add(1, [5.0, 3, 33, 9.25, 0, 0, 0], monkeypatch)
     assert (float(sums.loss), sums.num_samples, sums.num_tokens) == (4.0, 7, 73)
     assert sums.loss.dtype is torch.float32
     assert sums.wall_s == 9.25
-    assert add(0, [5.0, 3, 33, 0.0, 0, 0], monkeypatch).wall_s == 7.5
+    assert add(0, [5.0, 3, 33, 0.0, 0, 0, 0], monkeypatch).wall_s == 7.5
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -65,21 +65,32 @@ def test_a_loss_that_is_no_number_shows_on_every_rank(
     monkeypatch: pytest.MonkeyPatch, loss: float
 ) -> None:
     """Also where this rank's own is one."""
-    assert not add(0, [loss, 3, 33, 0.0, 0, 0], monkeypatch).loss.isfinite()
+    assert not add(0, [loss, 3, 33, 0.0, 0, 0, 0], monkeypatch).loss.isfinite()
 
 
 def test_a_signal_to_any_rank_shows_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own or another's; SIGTERM before SIGUSR1, alike everywhere."""
-    assert add(0, [1.0, 1, 1, 0, 0, 0], monkeypatch).signal_number is None
-    assert add(0, [1.0, 1, 1, 0, 0, 1], monkeypatch).signal_number == signal.SIGUSR1
+    assert add(0, [1.0, 1, 1, 0, 0, 0, 0], monkeypatch).signal_number is None
+    assert add(0, [1.0, 1, 1, 0, 0, 0, 1], monkeypatch).signal_number == signal.SIGUSR1
     number = signal.SIGUSR1
-    assert add(0, [1.0, 1, 1, 0, 0, 0], monkeypatch, signal_number=number).signal_number == number
-    assert add(0, [1, 1, 1, 0, 1, 0], monkeypatch, signal_number=number).signal_number == 15
+    assert (
+        add(0, [1.0, 1, 1, 0, 0, 0, 0], monkeypatch, signal_number=number).signal_number == number
+    )
+    assert add(0, [1, 1, 1, 0, 0, 1, 0], monkeypatch, signal_number=number).signal_number == 15
+
+
+def test_ranks_save_when_the_leader_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each finds out how often by a clock of its own; what others than the leader think is moot."""
+    assert add(1, [1.0, 1, 1, 0, 1, 0, 0], monkeypatch).is_save_due is True
+    none = [1.0, 1, 1, 0, 0, 0, 0]
+    assert add(0, none, monkeypatch).is_save_due is False
+    assert add(0, none, monkeypatch, is_save_due=lambda: True).is_save_due is True
+    assert add(1, none, monkeypatch, is_save_due=lambda: True).is_save_due is False
 
 
 def test_samples_that_several_ranks_train_on_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of tensor parallelism for example."""
-    sums = add(0, [3.0, 4, 40, 0, 0, 0], monkeypatch, num_alike=2)
+    sums = add(0, [3.0, 4, 40, 0, 0, 0, 0], monkeypatch, num_alike=2)
     assert (sums.num_samples, sums.num_tokens) == (4, 40)
 
 

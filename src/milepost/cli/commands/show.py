@@ -99,6 +99,7 @@ def _facts(located: Located) -> dict[str, Any]:
         "parent": made.parent,
         "software": dict(made.software),
         "stats": dict(made.stats),
+        "interval": dict(made.interval),
         "notes": list(made.notes),
         "metadata": checkpoint.get_metadata(),
     }
@@ -122,6 +123,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         + (f"after {facts['parent']}" if facts["parent"] else "the first"),
         "software": _pairs(facts["software"]),
         "save": cost_text(facts["stats"]),
+        "interval": str(facts["interval"].get("why", "")),
         "metadata": _pairs(facts["metadata"]),
     }
     width = max(len(title) for title in lines)

@@ -1,0 +1,93 @@
+"""``save_interval="auto"``: the Trainer finds out how often to save."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import milepost as mp
+from milepost.errors import UsageError
+from milepost.progress.timer import Timer
+from milepost.train import Callback, Evaluator
+
+from .conftest import numbers
+
+
+class Slow(Callback):
+    """Batches take a second, and collecting the state takes two."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def init(self, state) -> None:
+        state.timer = Timer()
+
+    def batch_start(self, state) -> None:
+        self.now_s += 1.0
+
+    def save_started(self, state, pending) -> None:
+        pending.wait()  # so that only this clock matters
+
+    def state_dict(self):
+        self.now_s += 2.0
+        return {"now_s": 0.0}
+
+    def load_state_dict(self, state) -> None:
+        pass
+
+
+def fit(make, folder, *, end="2ep", **options):
+    slow = Slow()
+    trainer = make(
+        train_dataloader=numbers(400, 4, shuffle=True),
+        callbacks=[slow],
+        save_folder=folder,
+        max_duration=end,
+        **options,
+    )
+    trainer.state.timer._clock = lambda: slow.now_s
+    trainer.fit()
+    trainer.close()
+    return trainer
+
+
+def test_saves_take_their_share_and_a_resume_knows_what_was_learned(make, tmp_path) -> None:
+    """And the weights at the end are those of a training that saved at other times."""
+    auto = {"save_interval": "auto", "overhead_budget": 0.1}
+    fit(make, tmp_path / "a", end="90ba", **auto)
+    found = [one.time["batch"] for one in mp.open_run(tmp_path / "a").checkpoints()]
+    # After 10 batches, after a tenth of 20 s, then every 20 s with the saves; and the end.
+    assert found == [10, 11, 28, 46, 64, 82, 90]
+    whole = fit(make, tmp_path / "a", resume="must", **auto)
+    more = [one.time["batch"] for one in mp.open_run(tmp_path / "a").checkpoints()][len(found) :]
+    assert more[:3] == [110, 128, 146]
+    record = mp.open_run(tmp_path / "a").latest().manifest.interval
+    assert (record["interval_s"], record["stall_s"]) == pytest.approx((20.0, 2.0))
+    other = fit(make, tmp_path / "b", save_interval="1ep")
+    assert torch.equal(whole.state.model.weight, other.state.model.weight)
+
+
+def test_a_save_of_the_epoch_is_not_followed_by_another_at_once(make, tmp_path) -> None:
+    """Both intervals may be given; they count from the last save of any kind."""
+    options = {"save_interval": ["auto", "1ep"], "overhead_budget": 0.1}
+    names = fit(make, tmp_path, **options).saved_checkpoints
+    assert names == ["ba10", "ba11", "ba28", "ba46", "ba64", "ba82", "ep1"] + [
+        f"ba{batch}" for batch in (118, 136, 154, 172, 190)
+    ] + ["ep2"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overhead_budget": 0.1},
+        {"save_interval": "auto", "overhead_budget": 1.5},
+        {"save_interval": ["1ep", "auto"], "mean_time_between_failures": "10ba"},
+        {"eval_dataloader": Evaluator("a", numbers(), eval_interval="1ep"), "save_interval": "oto"},
+        {"eval_dataloader": numbers(), "eval_interval": "auto"},
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(make, tmp_path, options) -> None:
+    """Before anything is trained."""
+    with pytest.raises(UsageError):
+        make(save_folder=tmp_path, **options)
