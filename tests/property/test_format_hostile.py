@@ -149,13 +149,14 @@ FILES = st.fixed_dictionaries(
     optional={"linked_from": st.text(max_size=8) | JSON, "more": JSON},
 )
 WORDS = st.text(max_size=8)
+_TREES = ["time", "metrics", "software", "stats", "interval"]
 NAMES = st.from_regex(r"[a-z0-9]{1,8}", fullmatch=True)
 SOUND = st.fixed_dictionaries(
     {
         "format": st.just(1),
         **dict.fromkeys(["run_id", "write_id", "reason", "layout"], WORDS),
         **dict.fromkeys(["session", "attempt", "world_size"], st.integers()),
-        **dict.fromkeys(["time", "metrics", "software", "stats"], st.dictionaries(WORDS, FINITE)),
+        **dict.fromkeys(_TREES, st.dictionaries(WORDS, FINITE)),
         "name": NAMES,
         "parent": st.none() | NAMES,
         "created_s": st.floats(allow_nan=False, allow_infinity=False),

@@ -151,17 +151,14 @@ class Schedule:
 
     @property
     def follows_clock(self) -> bool:
-        """Return whether any interval is one of time."""
-        return any(isinstance(i, Time) and i.unit is TimeUnit.SECOND for i in self.intervals)
+        """Return whether any interval is one of time, or found out by measuring time."""
+        return any(_follows_clock(interval) for interval in self.intervals)
 
     def take_clock(self) -> Schedule:
         """Hand over the intervals of time to a schedule of their own, and have them no more."""
-        is_timed = [isinstance(i, Time) and i.unit is TimeUnit.SECOND for i in self.intervals]
-        timed = [i for i, taken in zip(self.intervals, is_timed, strict=True) if taken]
-        self.intervals = tuple(
-            i for i, taken in zip(self.intervals, is_timed, strict=True) if not taken
-        )
-        return Schedule(timed)
+        timed = [interval for interval in self.intervals if _follows_clock(interval)]
+        self.intervals = tuple(i for i in self.intervals if not _follows_clock(i))
+        return Schedule(timed, pacing=self._pacing)
 
     def start(self, counters: Counters) -> None:
         """Begin from these counters, at the start of a run or after a resume."""
@@ -238,6 +235,11 @@ class Schedule:
             return _natural_name(moment, counters)
         value = counters[_COUNTER[interval.unit]]
         return f"{interval.unit}{int(value)}"
+
+
+def _follows_clock(interval: Interval) -> bool:
+    is_time = isinstance(interval, Time) and interval.unit is TimeUnit.SECOND
+    return is_time or isinstance(interval, Auto)
 
 
 def _natural_name(moment: Moment, counters: Counters) -> str:

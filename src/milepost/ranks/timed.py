@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..naming import natural_name
 from ..progress.schedule import Schedule
 from .solo import Team
 from .steps import StepTogether
@@ -57,6 +58,8 @@ class TimedTogether:
         if name is not None:
             self._num_decided += 1
             self._next = self._new()
+            if name.startswith("ba"):
+                return natural_name(counters)  # by the batch after which it is saved
         return name
 
     def _new(self) -> StepTogether:

@@ -37,6 +37,7 @@ MANIFEST = Manifest(
     software={"milepost": "0.1.0", "torch": "2.13.0"},
     notes=("The order of the loader's workers is not reproduced.",),
     stats={"stage_s": 0.5, "written_bytes": 123},
+    interval={"every": "auto", "interval_s": 12.5, "stall_s": None},
 )
 BODY = json.loads(MANIFEST.to_bytes())
 
@@ -91,6 +92,8 @@ def test_optional_fields_may_be_missing():
     """An older writer did not have them."""
     assert without("notes").notes == ()
     assert without("stats").stats == {}
+    assert without("interval").interval == {}
+    assert "interval" not in json.loads(without("interval").to_bytes())
 
 
 @pytest.mark.parametrize(
@@ -151,6 +154,7 @@ def test_version_that_is_none_is_refused(version):
         ("metrics", {"$": "no such tag"}),
         ("software", "torch"),
         ("stats", {"$": "set", "v": [1]}),
+        ("interval", "1ep"),
         ("files", {}),
         ("files", [1]),
         ("files", ["model"]),
