@@ -47,6 +47,7 @@ first = train("38ba")
 second = train("60ba", resume="must")
 
 now_s = [0.0]
+torch.manual_seed(5)
 model = torch.nn.Linear(1, 1)
 options = {{"every": "auto", "overhead_budget": 0.1, "async_save": False}}
 with mp.Checkpointer(FOLDER + "-loop", model=model, **options) as run:
