@@ -26,7 +26,7 @@ from ..format.manifest import FileEntry, Manifest
 from ..stores.base import CachedReader, LendingReader, Reader, Store
 from ..stores.pages import page_memory
 from .checks import check_size, read_again, read_block
-from .ranges import Range
+from .ranges import Batch, Range
 
 __all__ = ["BlockReads", "Progress"]
 
@@ -108,7 +108,7 @@ class _Block:
     """
 
     number: int
-    parts: list[Range]
+    parts: list[Range | Batch]
 
     @property
     def start(self) -> int:
@@ -118,9 +118,9 @@ class _Block:
     @property
     def tensors(self) -> list[str]:
         """Return what is in it."""
-        return list(dict.fromkeys(part.tensor for part in self.parts))
+        return list(dict.fromkeys(name for part in self.parts for name in part.tensors))
 
-    def fill(self, data: memoryview, parts: Iterable[Range]) -> None:
+    def fill(self, data: memoryview, parts: Iterable[Range | Batch]) -> None:
         """Copy parts of it to where they belong."""
         start, stop = self.start, self.start + len(data)
         flat = np.frombuffer(data, dtype=np.uint8)
@@ -163,7 +163,7 @@ class BlockReads:
         at_once = _IN_FLIGHT_BYTES // (BLOCK_BYTES * self._num_together)
         self._num_threads = NUM_THREADS if is_local else max(1, min(NUM_REQUESTS, at_once))
 
-    def run(self, ranges: Mapping[str, list[Range]]) -> None:
+    def run(self, ranges: Mapping[str, Sequence[Range | Batch]]) -> None:
         """Fill the ranges of each file. All files are looked at before any byte is copied."""
         files: list[_File] = []
         try:
@@ -268,13 +268,13 @@ def _copy_cached(file: _File, reader: CachedReader, block: _Block, data: memoryv
     block.fill(data, rest)
 
 
-def _in_place(block: _Block, data: memoryview) -> tuple[list[memoryview], list[Range]]:
+def _in_place(block: _Block, data: memoryview) -> tuple[list[memoryview], list[Range | Batch]]:
     """Return where the bytes of a block can be copied to, in their order, and what is left then.
 
     Large parts go to their place, and everything around them to where it is in ``data``.
     """
     pieces: list[memoryview] = []
-    rest: list[Range] = []
+    rest: list[Range | Batch] = []
     at, rest_stop, stop = block.start, 0, block.start + len(data)
     for part in sorted(block.parts, key=lambda part: part.start):
         low, high = max(part.start, block.start), min(part.stop, stop)
@@ -295,8 +295,8 @@ def _in_place(block: _Block, data: memoryview) -> tuple[list[memoryview], list[R
     return pieces, rest
 
 
-def _by_block(wanted: Iterable[Range]) -> list[_Block]:
-    blocks: dict[int, list[Range]] = defaultdict(list)
+def _by_block(wanted: Iterable[Range | Batch]) -> list[_Block]:
+    blocks: dict[int, list[Range | Batch]] = defaultdict(list)
     for part in wanted:
         for block in range(part.start // BLOCK_BYTES, (part.stop - 1) // BLOCK_BYTES + 1):
             blocks[block].append(part)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collecting import no_collecting
 from ..errors import FormatError, MissingError
 from ..format import canonical
 from ..format.digest import BLOCK_BYTES
@@ -27,8 +28,9 @@ from ..tensors.boxes import Box
 from ..tensors.flat import Run, pieces_of
 from .blocks import BlockReads, Progress
 from .checks import check_size, read_block
-from .pieces import Cut, Piece, StoredWhole, cuts, read_rows
-from .ranges import Range, ranges_of
+from .parts import PartTable
+from .pieces import Cut, StoredWhole, cuts, read_rows
+from .ranges import Batch, Range, batches_of, is_small_whole, ranges_of
 from .tables import RankTables
 
 __all__ = ["CheckpointSource", "read_file"]
@@ -66,7 +68,8 @@ class CheckpointSource:
         self._chunk_bytes = chunk_bytes
         self._index: Mapping[str, Any] | None = None
         self._rank_tables: RankTables | None = None
-        self._tables: dict[str, dict[str, StoredWhole]] = {}
+        self._tables: dict[str, Mapping[str, StoredWhole]] = {}
+        self._infos: dict[str, Mapping[str, TensorInfo]] = {}
 
     @property
     def trees(self) -> Mapping[str, Any]:
@@ -86,9 +89,18 @@ class CheckpointSource:
 
     def tensors(self, item: str) -> Mapping[str, TensorInfo]:
         """Return what each dense tensor of an item is."""
+        if item not in self._infos:
+            with no_collecting():
+                self._infos[item] = self._find_infos(item)
+        return self._infos[item]
+
+    def _find_infos(self, item: str) -> Mapping[str, TensorInfo]:
         if self._is_shared(item):
             return self._of_ranks().infos(item)
-        return {k: TensorInfo(one.code, one.shape) for k, one in self._table(item).items()}
+        table = self._table(item)
+        if isinstance(table, PartTable):
+            return table.infos()
+        return {k: TensorInfo(one.code, one.shape) for k, one in table.items()}
 
     def boxes(self, item: str) -> Mapping[str, list[Box]]:
         """Return in which pieces each dense tensor of an item is stored."""
@@ -123,9 +135,11 @@ class CheckpointSource:
 
     def read(self, wanted: Sequence[tuple[str, str, Tensor | Run]]) -> None:
         """Read tensors into existing ones. See ``StateSource.read``."""
-        self.read_boxes(
-            [(item, key, box, live) for item, key, one in wanted for box, live in pieces_of(one)]
-        )
+        with no_collecting():
+            ranges, left = self._small_wholes(wanted)
+            boxes = [(item, key, box, one) for item, key, v in left for box, one in pieces_of(v)]
+            self._add_ranges(boxes, ranges)
+        self._run(ranges)
 
     def read_boxes(self, wanted: Sequence[tuple[str, str, Box, Tensor]]) -> None:
         """Read boxes of tensors into memory of their shape and of the stored dtype.
@@ -137,6 +151,39 @@ class CheckpointSource:
             DamagedError: Bytes that do not match their checksum.
             FormatError: The stored pieces do not cover a box exactly once.
         """
+        ranges: dict[str, list[Range | Batch]] = defaultdict(list)
+        self._add_ranges(wanted, ranges)
+        self._run(ranges)
+
+    def _small_wholes(
+        self, wanted: Sequence[tuple[str, str, Tensor | Run]]
+    ) -> tuple[dict[str, list[Range | Batch]], list[tuple[str, str, Tensor | Run]]]:
+        """Return what to read for small tensors that are wanted and stored whole; and the rest."""
+        tables = {item: self._table_of_wholes(item) for item in {item for item, _, _ in wanted}}
+        found: dict[str, list[tuple[StoredTensor, Tensor]]] = defaultdict(list)
+        left: list[tuple[str, str, Tensor | Run]] = []
+        for item, key, one in wanted:
+            table = tables[item]
+            if table is not None:
+                file, entry = table.place(key)
+                if is_small_whole(one, entry):
+                    found[file].append((entry, one))
+                    continue
+            left.append((item, key, one))
+        ranges: dict[str, list[Range | Batch]] = defaultdict(list)
+        for file, pairs in found.items():
+            ranges[file].extend(batches_of(pairs))
+        return ranges, left
+
+    def _table_of_wholes(self, item: str) -> PartTable | None:
+        table = None if self._is_shared(item) else self._table(item)
+        return table if isinstance(table, PartTable) else None
+
+    def _add_ranges(
+        self,
+        wanted: Sequence[tuple[str, str, Box, Tensor]],
+        ranges: dict[str, list[Range | Batch]],
+    ) -> None:
         asked = [
             (item, key, box)
             for item, key, box, _ in wanted
@@ -144,19 +191,18 @@ class CheckpointSource:
         ]
         if asked:
             self._of_ranks().locate(asked)
-        ranges: dict[str, list[Range]] = defaultdict(list)
         with torch.no_grad():
             for item, key, box, live in wanted:
                 if not box.is_empty:
                     for cut in self._cuts(item, key, box):
                         ranges[cut.file].extend(ranges_of(cut, box, live, tensor=key))
-            BlockReads(
-                self._store,
-                self._key,
-                self.manifest,
-                self._progress,
-                chunk_bytes=self._chunk_bytes,
-            ).run(ranges)
+
+    def _run(self, ranges: Mapping[str, Sequence[Range | Batch]]) -> None:
+        reads = BlockReads(
+            self._store, self._key, self.manifest, self._progress, chunk_bytes=self._chunk_bytes
+        )
+        with torch.no_grad():
+            reads.run(ranges)
 
     def _cuts(self, item: str, key: str, box: Box) -> list[Cut]:
         name = f"{self.name}: {item}/{key}"
@@ -215,7 +261,7 @@ class CheckpointSource:
         assert self._index is not None
         return self.manifest.world_size > 1 or "ranks" in self._index
 
-    def _table(self, item: str) -> dict[str, StoredWhole]:
+    def _table(self, item: str) -> Mapping[str, StoredWhole]:
         """Return where the tensors of an item are; shared ones as far as was looked for."""
         if self._is_shared(item):
             return self._of_ranks().table(item)
@@ -232,15 +278,9 @@ class CheckpointSource:
         read_rows(table, self._of_rank(self.rank)[item]["pieces"], where=where)
         return table
 
-    def _table_of_parts(self, item: str) -> dict[str, StoredWhole]:
-        table: dict[str, StoredWhole] = {}
-        for file in self.files(item):
-            for key, entry in self._header(file).items():
-                if key in table:
-                    raise FormatError(f"{self.name}: two parts of {item} hold {key!r}.")
-                piece = Piece(file, Box.whole(entry.shape), entry.start, entry.stop)
-                table[key] = StoredWhole(entry.dtype, entry.shape, [piece])
-        return table
+    def _table_of_parts(self, item: str) -> PartTable:
+        headers = {file: self._header(file) for file in self.files(item)}
+        return PartTable(headers, name=f"{self.name}: {item}")
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
         entry = self.manifest.file(file)

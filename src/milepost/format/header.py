@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+from ..collecting import no_collecting
 from ..errors import FormatError
 from . import canonical
 
@@ -71,9 +73,8 @@ _MAX_MARKS: Mapping[bytes, int] = {
 """How often each mark of JSON may stand in a header: it bounds the objects that parsing makes."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor in a part.
+class StoredTensor(NamedTuple):
+    """One tensor in a part. There are many: a tuple is made faster than anything else.
 
     Attributes:
         key: Its name in the container.
@@ -190,16 +191,21 @@ def parse_header(header: bytes, *, size_bytes: int, where: str) -> dict[str, Sto
     """
     if _has_too_many_marks(header):
         raise _too_many(where)
+    with no_collecting():
+        return _parse(header, size_bytes, where)
+
+
+def _parse(header: bytes, size_bytes: int, where: str) -> dict[str, StoredTensor]:
     table = canonical.load(header, where=f"the header of {where}", max_bytes=MAX_HEADER_BYTES)
     if not isinstance(table, dict):
         raise FormatError(f"The header of {where} is not a table.", path=where)
     table.pop(_METADATA, None)
     if len(table) > MAX_TENSORS:
         raise _too_many(where)
-    base = 8 + len(header)
-    entries = {key: _entry(key, value, base, where) for key, value in table.items()}
-    position = base
-    for entry in sorted(entries.values(), key=lambda e: (e.start, e.stop)):
+    entries = _Entries(8 + len(header), where)
+    found = {key: entries.read(key, value) for key, value in table.items()}
+    position = 8 + len(header)
+    for entry in _by_place(found.values()):
         if entry.start != position:
             raise FormatError(
                 f"The header of {where} leaves a gap or an overlap before {entry.key[:80]!r}.",
@@ -211,7 +217,7 @@ def parse_header(header: bytes, *, size_bytes: int, where: str) -> dict[str, Sto
             f"The header of {where} describes {position:,} bytes; the file has {size_bytes:,}.",
             path=where,
         )
-    return entries
+    return found
 
 
 def _too_many(where: str) -> FormatError:
@@ -221,26 +227,61 @@ def _too_many(where: str) -> FormatError:
     )
 
 
-def _entry(key: str, value: object, base: int, where: str) -> StoredTensor:
-    def refuse(reason: str) -> FormatError:
-        return FormatError(f"{where}: tensor {key[:80]!r} {reason}.", path=where, tensor=key)
+def _by_place(entries: Iterable[StoredTensor]) -> Iterable[StoredTensor]:
+    """Return tensors in the order in which they lie in the file; mostly they stand so."""
+    found = list(entries)
+    if any(one.start > other.start or one.stop > other.stop for one, other in pairwise(found)):
+        found.sort(key=lambda one: (one.start, one.stop))
+    return found
 
-    if len(key) > MAX_NAME_CHARS:
-        raise refuse("has a name that is too long")
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise refuse("has a malformed entry")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    item_bytes = ITEM_SIZES.get(dtype) if isinstance(dtype, str) else None
-    if item_bytes is None:
-        raise refuse(f"has an unknown dtype {str(dtype)[:20]!r}")
-    if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_is_size, shape)):
-        raise refuse("has a malformed shape")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise refuse("has malformed offsets")
-    start, stop = offsets
-    if stop - start != math.prod(shape) * item_bytes:
-        raise refuse("has a size that does not match its shape")
-    return StoredTensor(key, dtype, tuple(shape), base + start, base + stop)
+
+class _Entries:
+    """Reads the entries of a header, and looks at each kind of tensor once.
+
+    Args:
+        base: Where the data begins in the file.
+        where: Name of the file, for messages.
+    """
+
+    def __init__(self, base: int, where: str) -> None:
+        self._base = base
+        self._where = where
+        self._kinds: dict[tuple[Any, ...], tuple[tuple[int, ...], int]] = {}
+
+    def read(self, key: str, value: object) -> StoredTensor:
+        if len(key) > MAX_NAME_CHARS:
+            raise self._refuse(key, "has a name that is too long")
+        if type(value) is not dict or len(value) != 3:
+            raise self._refuse(key, "has a malformed entry")
+        try:
+            dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        except KeyError:
+            raise self._refuse(key, "has a malformed entry") from None
+        shape, num_bytes = self._kind(key, dtype, shape)
+        if type(offsets) is not list or len(offsets) != 2 or not all(map(_is_size, offsets)):
+            raise self._refuse(key, "has malformed offsets")
+        start, stop = offsets
+        if stop - start != num_bytes:
+            raise self._refuse(key, "has a size that does not match its shape")
+        return StoredTensor(key, dtype, shape, self._base + start, self._base + stop)
+
+    def _kind(self, key: str, dtype: Any, shape: Any) -> tuple[tuple[int, ...], int]:
+        """Return shape and bytes of a tensor."""
+        if type(shape) is not list or len(shape) > MAX_RANK or not all(map(_is_size, shape)):
+            raise self._refuse(key, "has a malformed shape")
+        item_bytes = ITEM_SIZES.get(dtype) if isinstance(dtype, str) else None
+        if item_bytes is None:
+            raise self._refuse(key, f"has an unknown dtype {str(dtype)[:20]!r}")
+        kind = (dtype, *shape)
+        found = self._kinds.get(kind)
+        if found is None:
+            found = self._kinds[kind] = (tuple(shape), math.prod(shape) * item_bytes)
+        return found
+
+    def _refuse(self, key: str, reason: str) -> FormatError:
+        return FormatError(
+            f"{self._where}: tensor {key[:80]!r} {reason}.", path=self._where, tensor=key
+        )
 
 
 def _is_size(value: object) -> bool:

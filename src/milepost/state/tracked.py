@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..collecting import no_collecting
 from ..errors import DuplicateNameError, UsageError
 from ..progress.timer import Timer
 from ..ranks.team import Team
@@ -195,6 +196,10 @@ class Tracked:
         Raises:
             UnsupportedStateError: A value that cannot be stored; the message leads to it.
         """
+        with no_collecting():
+            return self._capture()
+
+    def _capture(self) -> list[PackedItem]:
         self._names_now[:] = [self.parameter_names()]  # the same for all that asks for them
         try:
             items = [self._pack(name, part) for name, part in self._parts.items()]
@@ -236,7 +241,8 @@ class Tracked:
             MismatchError: What is stored does not fit; nothing was changed then.
         """
         strict = self.strict if strict is None else strict
-        report, present = self._compare(source, items=items, expected=expected)
+        with no_collecting():
+            report, present = self._compare(source, items=items, expected=expected)
         if strict:
             report.require_exact()
         for name in sorted(present, key=self._order):

@@ -53,6 +53,41 @@ def test_text_that_is_not_plain_json_is_refused(text):
         canonical.load(text, where="somewhere")
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        b"NaN",
+        b"-Infinity",
+        b"1e999",
+        b'{"a":1,"a":2}',
+        b'{"a":1,"a":1}',
+        b'[{"b":[{"x":{},"x":{}}]}]',
+        b'{"\\u0061":1,"a":1}',
+        b'"\xed\xa0\x80"',
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("space", [b"", b" ", b"\n"], ids=repr)
+def test_a_large_text_is_held_to_the_same_rules(inner, space):
+    """It is parsed in another way, for there may be 100,000 objects in it."""
+    many = b",".join(b'{"n":%d}' % n for n in range(20_000))
+    for text in (b'{"many":[%s],"inner":%s}', b'{"inner":%s,"many":[%s]}'):
+        parts = (many, inner) if text.startswith(b'{"many') else (inner, many)
+        with pytest.raises(FormatError, match="somewhere"):
+            canonical.load(space + text % parts + space, where="somewhere")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_a_large_text_is_read_however_it_was_written(indent, ascii_only):
+    """Headers and indexes of other writers have spaces, and letters as they are."""
+    value = {f"k\u00fc{n}": [n, -0.0, 1e-7, 12345678901234567890, None, {}] for n in range(9_000)}
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode()
+    found = canonical.load(text, where="somewhere")
+    assert found == value
+    assert json.dumps(found) == json.dumps(value)
+
+
 @pytest.mark.parametrize("bomb", [b"[" * 200_000, b'{"a":' * 200_000], ids=["lists", "objects"])
 def test_nesting_bomb_is_refused(bomb):
     """200 kB of brackets must end in an error, not in a dead interpreter."""

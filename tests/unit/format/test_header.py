@@ -44,6 +44,20 @@ def test_layout_comes_back_from_its_own_bytes():
     assert [e.start - len(head) for e in entries] == [0, 48, 52, 52]
 
 
+def test_entries_stand_in_any_order_and_empty_ones_anywhere():
+    """Other writers sort by name, and an empty tensor begins where another one does."""
+    text = table(
+        z=entry(offsets=[4, 8]),
+        c=entry(offsets=[0, 4]),
+        b=entry(shape=[0], offsets=[0, 0]),
+        y=entry(shape=[0], offsets=[4, 4]),
+        e=entry(shape=[0], offsets=[8, 8]),
+    )
+    found = parse(text, 8)
+    starts = {key: one.start - 8 - len(text) for key, one in found.items()}
+    assert starts == {"z": 4, "c": 0, "b": 0, "y": 4, "e": 8}
+
+
 @pytest.mark.parametrize("num_tensors", [0, 1, 60, 61, 62, 500])
 def test_data_starts_on_a_page(num_tensors):
     """Direct I/O and the mapping of a part both need it."""
