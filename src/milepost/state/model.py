@@ -136,6 +136,8 @@ class ModelPart(Alike):
     def _fits(
         self, label: str, tag: Any, infos: Mapping[str, Any], value: Any, report: LoadReport
     ) -> bool:
+        if _is_plain_fit(tag, infos, value):
+            return True
         is_leaf = isinstance(tag, Mapping) and tag.get("$") == "tensor"
         if not is_leaf or not isinstance(value, Tensor | Run):
             return True
@@ -164,10 +166,12 @@ class ModelPart(Alike):
         """Return whether loading a state dict would do no more than copy into each tensor."""
         for stored, value in matches.values():
             tag = tree[stored]
-            if not isinstance(tag, Mapping) or tag.get("$") != "tensor":
+            if not (type(tag) is dict or isinstance(tag, Mapping)) or tag.get("$") != "tensor":
                 return False
-            is_plain = type(value) is Tensor or is_sharded(value)
-            if not isinstance(value, Run) and not (is_plain and value.layout is torch.strided):
+            if type(value) is Tensor or is_sharded(value):
+                if value.layout is not torch.strided:
+                    return False
+            elif not isinstance(value, Run):
                 return False
         if is_flattened(self.module):
             return True  # its hooks are about the very form that is not used here
@@ -237,6 +241,19 @@ class ModelPart(Alike):
         stored = load_item(source, item, into=into)
         state = {own: stored[name] for own, (name, _) in matches.items()}
         self.module.load_state_dict(state, strict=self.strict)
+
+
+def _is_plain_fit(tag: Any, infos: Mapping[str, Any], value: Any) -> bool:
+    """Return whether a tag is of a dense tensor that is just like a live one, as nearly all are."""
+    if type(tag) is not dict or type(value) is not Tensor or "dtype" in tag:
+        return False
+    info = infos.get(str(tag.get("key"))) if tag.get("$") == "tensor" else None
+    return (
+        info is not None
+        and value.layout is torch.strided
+        and info.shape == value.shape
+        and value.dtype is dtype_of_code(info.code)
+    )
 
 
 def _has_load_hooks(module: nn.Module) -> bool:

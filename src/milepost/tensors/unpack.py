@@ -55,6 +55,8 @@ def leaf_tag(tag: Any) -> str:
     Raises:
         FormatError: Not such a tag.
     """
+    if type(tag) is dict and tag.get("$") == "tensor" and type(tag.get("key")) is str:
+        return tag["key"]  # type: ignore[no-any-return]  # nearly always, and there are many
     if not isinstance(tag, Mapping) or tag.get("$") != "tensor" or type(tag.get("key")) is not str:
         raise FormatError("The state refers to a tensor in a malformed way.")
     return str(tag["key"])
