@@ -47,6 +47,21 @@ def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server
         yield server
 
 
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """A container of Azure's emulator, which is installed once and kept beside pytest's folders."""
+    folder = tmp_path_factory.mktemp("azurite")
+    with servers.azurite(folder, tmp_path_factory.getbasetemp().parent) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[servers.Server]:
+    """A bucket by the protocol of Google Cloud Storage."""
+    with servers.gcs() as server:
+        yield server
+
+
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """Where a test has its runs: ``disk``, or the name of a server, as the test was told."""

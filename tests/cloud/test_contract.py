@@ -49,6 +49,28 @@ class TestJuiceFS(StoreConformance):
         return self.server.open(f"contract/{next(_numbers)}")
 
 
+class TestAzure(StoreConformance):
+    """The emulator of the service's maker."""
+
+    @pytest.fixture(autouse=True)
+    def _take_server(self, azurite: Server) -> None:
+        self.server = azurite
+
+    def make_store(self) -> Store:
+        return self.server.open(f"contract/{next(_numbers)}")
+
+
+class TestGcs(StoreConformance):
+    """The protocol, not the service."""
+
+    @pytest.fixture(autouse=True)
+    def _take_server(self, gcs: Server) -> None:
+        self.server = gcs
+
+    def make_store(self) -> Store:
+        return self.server.open(f"contract/{next(_numbers)}")
+
+
 def test_a_place_that_replaces_is_found_out_and_said(
     juicefs: Server, moto: Server, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -164,18 +164,22 @@ def test_a_new_process_resumes_from_a_bucket_to_the_same_bytes(
 
 
 def _check_three_resumes(server: Server, place: Place, folder: Path) -> None:
+    directory = folder / "directory"
+    directory.mkdir()
     cell = cells.Cell("seeded", 0.5, 0, 2)
     expected = server.run(kind="straight", cell=_as_dict(cell), result=str(folder / "straight"))
     job = {
         "cell": _as_dict(cell),
         "folder": place.run("run"),
         "environment": dict(place.environment),
+        "directory": str(directory),
     }
     for number, until in enumerate(("4ba", "13ba", "17ba")):
         scramble = number  # 0 seeds the run as the straight one
         server.run(kind="part", until=until, scramble=scramble, **job)
     (found,) = server.run(kind="resume", points=["ba17"], result=str(folder / "resumed"), **job)
     assert_equal_states(found, expected)
+    assert list(directory.iterdir()) == []
 
 
 @pytest.mark.parametrize("place", ["disk"], indirect=True)

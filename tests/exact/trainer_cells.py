@@ -324,6 +324,7 @@ def main() -> None:
 def run_job(job: dict[str, Any]) -> None:
     """Do one job and leave its outcome in a file."""
     os.environ.update(job.get("environment", {}))
+    os.chdir(job.get("directory", "."))
     cell = Cell(**job["cell"])
     if job["kind"] == "straight":
         result: Any = straight(cell, job.get("folder"), job.get("points"))

@@ -25,7 +25,15 @@ __all__ = ["Clients"]
 
 _CONNECT_S = 10
 _SIZES = (1024 * 1024, BLOCK_BYTES, 8 * BLOCK_BYTES, 64 * BLOCK_BYTES, 512 * BLOCK_BYTES)
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+_AZURE = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": _AZURE,
+    "azure": _AZURE,
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+}
 
 
 @final
@@ -59,8 +67,10 @@ class Clients:
         silent_timeout_s: float,
         slowest_bytes_s: int,
     ) -> None:
-        is_s3 = url.startswith(("s3://", "s3a://"))
-        self.endpoint = str(config.get("endpoint") or _from_environment(*_ENDPOINTS))
+        scheme = url.partition("://")[0].lower().replace("s3a", "s3")
+        is_s3 = scheme == "s3"
+        given = config.get("endpoint") or config.get("base_url")
+        self.endpoint = str(given or _from_environment(*_ENDPOINTS.get(scheme, ())))
         options = {**(_defaults_of_s3(config, self.endpoint) if is_s3 else {}), **config}
         self.are_uploads_checked = is_s3 and _has_checksum(options)
         self._silent_timeout_s = silent_timeout_s
