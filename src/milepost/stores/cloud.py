@@ -200,7 +200,12 @@ class CloudStore(BucketStore):
         try:
             return _entry(self._ask("look at", key, lambda: _checked(obstore.head(client, key))))
         except MissingError:
-            self._refuse_missing_bucket()
+            self._refuse_missing_bucket(key)
+            raise
+        except StorageError as error:
+            if error.facts["code"] is None and error.facts["status"] == 400:
+                # The answer to a look has no body, and so no reason; that to a read has.
+                self._ask("look at", key, lambda: obstore.get(client, key))
             raise
 
     def list(self, folder: str = "") -> Iterator[Entry]:
@@ -274,7 +279,9 @@ class CloudStore(BucketStore):
                     chunk_size=_piece_bytes(size_bytes),
                     max_concurrency=_UPLOADS_AT_ONCE,
                 ),
-                max_retries=0,
+                max_retries=1,
+                # What the client has given up on is given up on.
+                may_repeat=lambda error: taken_bytes == 0 and error.facts["tries"] == 1,
             )
         except StorageError:
             # The answer to the last request of all may have got lost.
@@ -334,13 +341,13 @@ class CloudStore(BucketStore):
             return
         raise DamagedError(f"{self._name(key)} came {said}.", operation="get", path=key)
 
-    def _refuse_missing_bucket(self) -> None:
+    def _refuse_missing_bucket(self, key: str) -> None:
         """Tell a missing object from a missing bucket, which a look at an object does not."""
         if self._is_bucket_known:
             return
         client = self._clients.get("read")
         try:
-            self._ask("list", "", lambda: obstore.list(client, prefix="probe-").collect())
+            self._ask("look at", key, lambda: obstore.list(client, prefix="probe-").collect())
         except AccessError:
             self._is_bucket_known = True  # or it could not refuse
 
@@ -368,7 +375,13 @@ class CloudStore(BucketStore):
         return bool(attributes.get(_MARK) == mark)
 
     def _ask(
-        self, operation: str, key: str, request: Callable[[], T], *, max_retries: int | None = None
+        self,
+        operation: str,
+        key: str,
+        request: Callable[[], T],
+        *,
+        max_retries: int | None = None,
+        may_repeat: Callable[[CheckpointError], bool] = lambda _: True,
     ) -> T:
         """Send a request until it is answered; see ``tries.py``."""
 
@@ -378,7 +391,7 @@ class CloudStore(BucketStore):
             name = self._name(key)
             return typed_error(said, kind, operation=operation, name=name, key=key, tries=tries)
 
-        answer = self._tries.run(request, explain, max_retries=max_retries)
+        answer = self._tries.run(request, explain, max_retries=max_retries, may_repeat=may_repeat)
         self._is_bucket_known = True
         return answer
 

@@ -57,6 +57,7 @@ class Tries:
         explain: Callable[[Exception, int], CheckpointError],
         *,
         max_retries: int | None = None,
+        may_repeat: Callable[[CheckpointError], bool] = lambda _: True,
     ) -> T:
         """Return what a request returns.
 
@@ -64,6 +65,7 @@ class Tries:
             request: Sends it once. Errors of this library that it raises go on as they are.
             explain: Returns the error to raise for what the client raised, and the number of tries.
             max_retries: How often it is tried again, if not as often as others.
+            may_repeat: Whether it can be sent again after an error.
 
         Raises:
             DamagedError: What came was wrong twice.
@@ -97,6 +99,6 @@ class Tries:
             num_left = (limit if self._was_answered else min(limit, _FIRST_CONTACT_RETRIES)) + 1
             pause_s = varied(min(_FIRST_PAUSE_S * 2 ** (number - 1), _LONGEST_PAUSE_S))
             is_late = pace.clock() + pause_s >= deadline_s
-            if number >= num_left or is_late or not is_passing(problem):
+            if number >= num_left or is_late or not (is_passing(problem) and may_repeat(problem)):
                 raise problem  # outside of the except block: the client's text stays behind
             pace.sleep(pause_s)
