@@ -30,7 +30,9 @@ from .ranges import Batch, Range
 
 __all__ = ["BlockReads", "Progress"]
 
-NUM_THREADS = 2
+NUM_THREADS = 4
+"""How many threads read files: while some of them check and copy, the disk has work from others."""
+
 NUM_REQUESTS = 8
 """How many requests to a service are on their way. One connection takes 50 to 100 MB/s."""
 
@@ -55,6 +57,10 @@ class _File:
         where: Its key.
         entry: What the manifest says of it.
         num_blocks: How many of its blocks are read.
+
+    Attributes:
+        lender: Its reader, if that has memory of its own to hand out.
+        cached: Its reader, if that can tell what is in the page cache.
     """
 
     def __init__(self, store: Store, where: str, entry: FileEntry, *, num_blocks: int) -> None:
@@ -63,6 +69,8 @@ class _File:
         self._store = store
         self._num_left = num_blocks
         self._reader: Reader | None = None
+        self.lender: LendingReader | None = None
+        self.cached: CachedReader | None = None
         self._lock = threading.Lock()
 
     def open(self) -> Reader:
@@ -76,6 +84,8 @@ class _File:
                     reader.close()
                     raise
                 self._reader = reader
+                self.lender = reader if isinstance(reader, LendingReader) else None
+                self.cached = reader if isinstance(reader, CachedReader) else None
             return self._reader
 
     def length_of(self, block: int) -> int:
@@ -221,16 +231,16 @@ class BlockReads:
     def _read(self, file: _File, blocks: list[_Block], memory: memoryview) -> None:
         reader = file.open()
         lent = memoryview(b"")
-        if isinstance(reader, LendingReader):
+        if file.lender is not None:
             length = blocks[-1].start + file.length_of(blocks[-1].number) - blocks[0].start
-            lent = reader.lend(blocks[0].start, length)
+            lent = file.lender.lend(blocks[0].start, length)
         for block in blocks:
             data = memory[: file.length_of(block.number)]
             if lent:
                 start = block.start - blocks[0].start
                 _take_lent(file, reader, block, lent[start : start + len(data)], data)
-            elif isinstance(reader, CachedReader) and reader.is_cached(block.start, len(data)):
-                _copy_cached(file, reader, block, data)
+            elif file.cached is not None and file.cached.is_cached(block.start, len(data)):
+                _copy_cached(file, file.cached, block, data)
             else:
                 read_block(
                     reader, file.entry, block.number, data, where=file.where, tensors=block.tensors

@@ -289,15 +289,15 @@ class CheckpointSource:
         try:
             check_size(reader, entry, where)
             first = _read_checked(reader, entry, 0, where)
-            length = parse_header_length(first[:8], size_bytes=entry.size_bytes, where=where)
-            header = bytearray(first)
+            length = parse_header_length(bytes(first[:8]), size_bytes=entry.size_bytes, where=where)
+            header = bytearray(first[8 : 8 + length])
             block = 1
-            while len(header) < 8 + length:
-                header += _read_checked(reader, entry, block, where)
+            while len(header) < length:
+                header += _read_checked(reader, entry, block, where)[: length - len(header)]
                 block += 1
         finally:
             reader.close()
-        return parse_header(bytes(header[8 : 8 + length]), size_bytes=entry.size_bytes, where=where)
+        return parse_header(bytes(header), size_bytes=entry.size_bytes, where=where)
 
 
 def read_file(store: Store, key: str, entry: FileEntry) -> bytes:
@@ -343,11 +343,11 @@ def _check_rank_index(
     return index
 
 
-def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> bytes:
+def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> memoryview:
     start = block * BLOCK_BYTES
     length = min(BLOCK_BYTES, entry.size_bytes - start)
     if length <= 0:
         raise FormatError(f"The header of {where} goes past the end of the file.", path=where)
     data = memoryview(page_memory(length))[:length]
     read_block(reader, entry, block, data, where=where)
-    return bytes(data)
+    return data

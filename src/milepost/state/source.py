@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, MissingError
+from ..stores.pages import ask_for_huge_pages
 from ..tensors.boxes import Box, is_sharded
 from ..tensors.dtypes import dtype_of_code
 from ..tensors.flat import Run, pieces_of
@@ -26,6 +27,8 @@ __all__ = [
     "new_tensor",
     "subtree",
 ]
+
+_LARGE_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +125,13 @@ def new_tensor(info: TensorInfo) -> Tensor:
     if dtype is None:
         raise FormatError(f"This version of torch has no dtype for {info.code!r}.")
     try:
-        return torch.empty(info.shape, dtype=dtype, device="cpu")
+        made = torch.empty(info.shape, dtype=dtype, device="cpu")
     except (RuntimeError, TypeError):
         _check_shape(info.shape, dtype)
         raise  # a possible shape: there is not enough memory for it
+    if made.nbytes >= _LARGE_BYTES:
+        ask_for_huge_pages(made.data_ptr(), made.nbytes)
+    return made
 
 
 def new_like(value: Tensor | Run, info: TensorInfo) -> Tensor | Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,3 +247,22 @@ def test_memory_that_is_read_into_is_known_to_autograd_and_not_to_inference(new_
     assert torch.equal(live, state["s1"])
     assert torch.equal(frozen.clone(), state["s1"])
     assert live._version > version
+
+
+def test_large_new_tensors_lie_on_huge_pages(new_lab):
+    """Clearing and mapping fresh memory in small pages takes longer than reading into it."""
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this kernel has no huge pages to ask for")
+    saved = new_lab().save("a", {"model": {"w": torch.ones(12 * 1024 * 1024)}})
+    loaded = saved.load()["state"]["model"]["w"]
+    inside = loaded.data_ptr() + loaded.nbytes // 2
+    flags, is_there = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = line.split()[0]
+        if "-" in span and ":" not in span:
+            low, high = (int(end, 16) for end in span.split("-"))
+            is_there = low <= inside < high
+        elif is_there and line.startswith("VmFlags:"):
+            flags = line
+    assert " hg " in flags + " "
+    assert bool((loaded == 1).all())
