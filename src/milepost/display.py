@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
-__all__ = ["Bar", "loading_bar", "training_bar"]
+__all__ = ["Bar", "job_bar", "loading_bar", "training_bar"]
 
 _LINE_EVERY_S = 30.0
 
@@ -61,6 +61,19 @@ def loading_bar(
         stream: Where to write; standard error by default.
     """
     with _bar(title, total=total_bytes, is_shown=is_shown, stream=stream, is_bytes=True) as bar:
+        yield bar
+
+
+@contextmanager
+def job_bar(title: str, *, total: float, stream: TextIO | None = None) -> Iterator[Bar]:
+    """Show how far any other job has come.
+
+    Args:
+        title: The job.
+        total: The whole, in a unit of its own.
+        stream: Where to write; standard error by default.
+    """
+    with _bar(title, total=total, is_shown=True, stream=stream, is_bytes=False) as bar:
         yield bar
 
 

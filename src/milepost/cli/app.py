@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from ..errors import CheckpointError
 from ..version import __version__
 from .commands import (
+    bench,
     consolidate,
     cp,
     diff,
@@ -87,6 +88,7 @@ app.command("export")(export.export)
 app.command("consolidate")(consolidate.consolidate)
 app.command("import")(imports.import_)
 app.command("doctor")(doctor.doctor)
+app.command("bench")(bench.bench)
 app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 
 

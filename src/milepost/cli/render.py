@@ -27,6 +27,7 @@ __all__ = [
     "print_json",
     "print_table",
     "size_text",
+    "span_text",
     "time_text",
 ]
 
@@ -152,6 +153,17 @@ def age_text(then_s: float, *, now_s: float | None = None) -> str:
         return "now" if age_s > -60 else "in the future"
     span_s, unit = next((span_s, unit) for span_s, unit in _SPANS if age_s >= span_s)
     return f"{int(age_s // span_s)} {unit} ago"
+
+
+def span_text(seconds: float) -> str:
+    """Return a duration for people: ``1.5 ms``, ``12 s``, ``3 min``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:.3g} h"
 
 
 def iso_text(then_s: float) -> str:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import milepost as mp
-from milepost.cli.commands.consolidate import _size
+from milepost.cli.sizes import parse_size
 
 
 @pytest.fixture
@@ -52,5 +52,5 @@ def test_by_default_it_is_in_the_working_folder(milepost, trained, tmp_path, mon
 def test_sizes_are_understood_as_people_write_them(milepost, trained):
     """Powers of 1024, as memory is counted."""
     sizes = {"64MiB": 2**26, "64M": 2**26, "1.5G": 3 * 2**29, "2gb": 2**31, "100": 100}
-    assert {text: _size(text) for text in sizes} == sizes
+    assert {text: parse_size(text) for text in sizes} == sizes
     milepost("consolidate", trained[0], "--memory", "much", code=2)

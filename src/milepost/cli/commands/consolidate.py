@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 from typing import Annotated
 
@@ -11,11 +10,10 @@ import typer
 from ...display import loading_bar
 from ..places import locate, path_of, target_of
 from ..render import print_json, size_text
+from ..sizes import parse_size
 from ..tally import tally
 
 __all__ = ["consolidate"]
-
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 class Format(str, Enum):
@@ -24,13 +22,6 @@ class Format(str, Enum):
     milepost = "milepost"
     safetensors = "safetensors"
     torch = "torch"
-
-
-def _size(text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise typer.BadParameter(f"{text!r} is not a size, such as 512MiB or 4G.")
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
 
 
 def consolidate(
@@ -66,7 +57,7 @@ def consolidate(
 
     Every byte is checked on the way. No tensor is held whole, and no process group is needed.
     """
-    memory_bytes = _size(memory)
+    memory_bytes = parse_size(memory)
     found = locate(checkpoint).checkpoint
     from ...consolidating import consolidate as join
 

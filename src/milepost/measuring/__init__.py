@@ -1,0 +1,1 @@
+"""What a place can do, what Milepost makes of it, and what checkpoints would cost there."""
