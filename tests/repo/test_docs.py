@@ -4,6 +4,7 @@ In ``README.md`` and below ``docs/``, a line right above a block tells how it is
 
     ```python                       runs in a new folder and a new namespace
     <!-- continues -->              runs in the folder and namespace of the block before it
+    <!-- with s3 -->                the same, with the bucket s3://runs (gs, az) of a local server
     <!-- not run: reason -->        is not run, for the reason given
     ```console                      is not run, unless marked
     <!-- run -->                    each "$ command" runs in the folder of the block before it; what
@@ -24,13 +25,19 @@ from pathlib import Path
 
 import pytest
 
+from milepost.stores import Store
+
+from ..places import Place, apply_environment
+from ..servers import Server
+
 ROOT = Path(__file__).parents[2]
 PAGES = [path for path in [ROOT / "README.md"] if path.is_file()]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
+SERVERS = {"with s3": "moto", "with gs": "gcs", "with az": "azurite"}
 LANGUAGES = {"python", "console", "text", "json", "toml", "yaml", "make", "mermaid"}
 
 _FENCE = re.compile(r"(?P<indent> *)```(?P<language>\w*)[^\n]*")
-_MARK = re.compile(r"<!-- (?P<word>continues|run|not run: \S.*) -->")
+_MARK = re.compile(r"<!-- (?P<word>continues|run|with \w+|not run: \S.*) -->")
 
 
 @dataclass
@@ -56,6 +63,7 @@ class Story:
 
     name: str
     blocks: list[Block] = field(default_factory=list)
+    server: str = ""
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -86,7 +94,8 @@ def stories_of(text: str, *, name: str) -> list[Story]:
             continue
         if block.language == "python":
             if block.mark != "continues" or not stories:
-                stories.append(Story(f"{name}:{block.line}"))
+                server = SERVERS[block.mark] if block.mark.startswith("with ") else ""
+                stories.append(Story(f"{name}:{block.line}", server=server))
             stories[-1].blocks.append(block)
         elif block.language == "console" and block.mark == "run":
             if not stories:
@@ -138,6 +147,13 @@ def run_story(story: Story, *, folder: Path) -> None:
             exec(compile(source, story.name, "exec"), namespace)
 
 
+def empty(server: Server) -> None:
+    """Remove what earlier pages have left in the bucket."""
+    store: Store = server.open("")
+    for entry in list(store.list()):
+        store.delete(entry.key)
+
+
 STORIES = [
     story
     for page in PAGES
@@ -146,8 +162,12 @@ STORIES = [
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
-def test_documented_code_runs(story, tmp_path, monkeypatch):
+def test_documented_code_runs(story, tmp_path, monkeypatch, request):
     """What a page shows is what a reader gets."""
+    if story.server:
+        server = request.getfixturevalue(story.server)
+        empty(server)
+        apply_environment(Place(server.url, server), monkeypatch)
     monkeypatch.chdir(tmp_path)
     run_story(story, folder=tmp_path)
 
