@@ -18,7 +18,7 @@ from ..errors import CheckpointError, FormatError
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.layout import MANIFEST
 from ..format.manifest import FileEntry, Manifest
-from ..stores.base import Entry, Names, Reader, Store, Writer
+from ..stores.base import Entry, LastingWriter, Names, Reader, Store, Writer
 from ..stores.local import LocalStore
 from ..stores.pages import page_memory
 from .kept import KeptCopies, may_be_kept
@@ -120,7 +120,8 @@ class CachedStore:
         except (CheckpointError, OSError) as error:
             self.note_failure(error)
             return writer
-        return _TwoWriters(writer, copy, on_failure=self.note_failure)
+        kind = _TwoLastingWriters if isinstance(writer, LastingWriter) else _TwoWriters
+        return kind(writer, copy, on_failure=self.note_failure)
 
     def open_reader(self, key: str) -> Reader:
         """Open a key for reading, or its copy."""
@@ -181,7 +182,6 @@ class CachedStore:
             self.remote_bytes += num_bytes
 
 
-@final
 class _TwoWriters:
     """Writes a file and its copy; the copy is dropped when it fails."""
 
@@ -223,6 +223,17 @@ class _TwoWriters:
         except (CheckpointError, OSError) as error:
             self._is_kept = False  # other threads may be writing to it: it goes at the end
             self._on_failure(error)
+
+
+@final
+class _TwoLastingWriters(_TwoWriters):
+    """The same where the store can send memory from where it is; the disk has it before."""
+
+    def refer_at(self, offset: int, data: memoryview) -> None:
+        """Write ``data``, which stays as it is, at ``offset``."""
+        self._try(lambda: self._copy.write_at(offset, data))
+        assert isinstance(self._writer, LastingWriter)
+        self._writer.refer_at(offset, data)
 
 
 @final
