@@ -274,11 +274,13 @@ class Checkpointer:
 
         Raises:
             CheckpointError: A save failed that nobody was told about yet.
+            SaveFailedError: With ``on_save_error="warn"``: the newest save failed, and none comes
+                after it.
         """
         if not self._is_open:
             return
         try:
-            self._writer.wait(timeout_s)
+            self._writer.wait(timeout_s, is_end=True)
         finally:
             self._is_open = False
             self.timer.stop()
@@ -578,14 +580,20 @@ class Checkpointer:
         self._require_open()
         return self._saves.save_diagnostic(folder, name, extra=extra, wait=wait)
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None, *, is_end: bool = False) -> None:
         """Wait until the save in flight is committed.
+
+        Args:
+            timeout_s: How long to wait, in seconds.
+            is_end: Whether no save will follow: then it is an error with ``on_save_error="warn"``
+                too that the newest one failed.
 
         Raises:
             DeadlineError: It was not within ``timeout_s`` seconds.
             CheckpointError: It failed and ``on_save_error="raise"``.
+            SaveFailedError: See ``is_end``.
         """
-        self._writer.wait(timeout_s)
+        self._writer.wait(timeout_s, is_end=is_end)
 
     # -- loading -------------------------------------------------------------------------------
 

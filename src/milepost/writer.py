@@ -77,6 +77,7 @@ class RunWriter:
         self._unsettled: list[PendingSave[Checkpoint]] = []
         self._manifests = ManifestCache()
         self._num_failed = 0
+        self._only_warned: tuple[str, BaseException] | None = None
 
     @property
     def run(self) -> Run:
@@ -221,29 +222,46 @@ class RunWriter:
             pending = self._unsettled.pop(0)
             error = pending.unreported_error
             if error is None:
-                self._num_failed = 0 if pending.exception() is None else self._num_failed
+                self._note_end(pending)
                 continue
             pending.exception()
             self._num_failed += 1
+            self._only_warned = None
             is_fatal = self.options.on_save_error == "raise" or isinstance(error, FencedError)
             if is_fatal and first is None:
                 first = error
             else:
                 _log.warning("The save of %s failed: %s", pending.name, error)
+                self._only_warned = None if "/" in pending.name else (pending.name, error)
             if not is_fatal and self._num_failed > self.options.max_failed_saves:
                 first = first or self._too_many(pending.name, error)
         if first is not None:
+            self._only_warned = None
             raise first
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None, *, is_end: bool = False) -> None:
         """Wait for the save in flight and act on how it ended.
+
+        Args:
+            timeout_s: How long to wait, in seconds.
+            is_end: Whether no save will follow. That the newest one has failed is an error then,
+                also with ``warn``: there is no training left to go on with.
 
         Raises:
             DeadlineError: It did not end in time.
+            SaveFailedError: See ``is_end``.
         """
         for pending in list(self._unsettled):
             pending.check_done(timeout_s)
         self.settle()
+        if is_end and self._only_warned is not None:
+            (name, error), self._only_warned = self._only_warned, None
+            raise SaveFailedError(
+                f"The training ends and its newest state is not saved: {name} could not be.",
+                safe="Checkpoints that were committed before are intact.",
+                hint=f"The place is {self.store.url}. Start again from the newest checkpoint.",
+                name=name,
+            ) from error
 
     def wait_for_writing(self, timeout_s: float | None) -> None:
         """Wait until nothing is being written, whatever came of it.
@@ -253,6 +271,14 @@ class RunWriter:
         """
         for pending in list(self._unsettled):
             pending.check_done(timeout_s)
+
+    def _note_end(self, pending: PendingSave[Checkpoint]) -> None:
+        """Take note of a save that needs no word, and say so where earlier ones did."""
+        if pending.exception() is not None:
+            return  # told to whoever waited for it
+        if self._only_warned is not None:
+            _log.warning("Saves succeed again; %d in a row had failed.", self._num_failed)
+        self._num_failed, self._only_warned = 0, None
 
     def _too_many(self, name: str, error: BaseException) -> SaveFailedError:
         failed = SaveFailedError(

@@ -92,6 +92,24 @@ def test_with_warn_the_training_goes_on_until_too_many_have_failed(
     assert names(tmp_path) == ["good"]
 
 
+@pytest.mark.parametrize("ends", ["with", "close"])
+def test_with_warn_a_run_does_not_end_well_without_its_newest_state(tmp_path, failing, ends):
+    """A warning lets a training go on, and there is none left. It is told once."""
+    failing.add("bad")
+    run = mp.Checkpointer(tmp_path, on_save_error="warn", box=Box()).open()
+    run.save("good")
+    run.save("bad")
+    with pytest.raises(mp.SaveFailedError, match="newest state is not saved: bad") as caught:
+        if ends == "close":
+            run.close()
+        else:
+            with run:
+                run.wait()
+    assert isinstance(caught.value.__cause__, mp.StorageError)
+    run.close()
+    assert names(tmp_path) == ["good"]
+
+
 def save_and_wait(run, name):
     run.save(name)
     run.wait()

@@ -23,7 +23,8 @@ from ..format.manifest import FileEntry, Manifest
 from ..ranks.lines import Desk, call
 from ..ranks.solo import Deadlines, Team
 from ..runs.costs import together
-from ..runs.publish import Claim, abandon, claim, publish, withdraw
+from ..runs.leftovers import Leftovers
+from ..runs.publish import Claim, claim, publish, withdraw
 from ..runs.sessions import Session
 from ..stores.base import Store
 from ..stores.pages import page_memory
@@ -127,6 +128,7 @@ class Committer:
         self.session = session
         self._arena = arena
         self._links = links
+        self._leftovers = Leftovers(store)
         self._team = team
         self._deadlines = deadlines
         self._compression = compression
@@ -149,7 +151,7 @@ class Committer:
             manifest = self._write(held, work)
         except BaseException as error:
             if not isinstance(error, FencedError):
-                self._abandon(held, error)
+                self._leftovers.give_up(held, error)
             raise
         started_s = time.perf_counter()
         try:
@@ -157,7 +159,7 @@ class Committer:
         except FencedError:
             raise
         except CheckpointError as error:
-            self._abandon(held, error)
+            self._leftovers.give_up(held, error)
             raise
         work.stats["commit_s"] = time.perf_counter() - started_s
         self._note_commit(manifest)
@@ -198,7 +200,7 @@ class Committer:
         except BaseException as error:
             if held is not None and not isinstance(error, FencedError):
                 if team.rank == 0:
-                    self._abandon(held, error)
+                    self._leftovers.give_up(held, error)
                 else:
                     self._withdraw(held, mine_written)
             raise
@@ -296,20 +298,11 @@ class Committer:
         return self._write_parts(held, work, staged, texts, jobs, linked)
 
     def _note_commit(self, manifest: Manifest) -> None:
-        """Remember what later checkpoints may share files with."""
+        """Remember what later checkpoints may share files with; the store answers, so clean up."""
+        self._leftovers.remove()
         if "/" not in manifest.name:
             self._parent = manifest.name
             self._links.note(manifest)
-
-    def _abandon(self, held: Claim, error: BaseException) -> None:
-        """Remove what a failed attempt wrote; say so where that fails too."""
-        try:
-            left = abandon(self.store, held)
-        except CheckpointError as second:
-            _log.warning("After %s: %s was not removed: %s", error, held.folder, second)
-            return
-        if left:
-            _log.warning("After a failed save %s could not be removed: %s", held.folder, left)
 
     def _withdraw(self, held: Claim, paths: Sequence[str]) -> None:
         """Remove what this rank wrote after the leader had given up; say so where that fails."""

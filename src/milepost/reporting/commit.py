@@ -23,9 +23,10 @@ from ..liveness import note_commit
 from ..metrics import flatten
 from ..runs.folders import candidates
 from ..runs.keep import KeepPolicy, may_give_up
+from ..runs.leftovers import Leftovers
 from ..runs.manifests import ManifestCache
 from ..runs.prune import decide, prune
-from ..runs.publish import Claim, abandon, adopt, claim, point_latest, publish
+from ..runs.publish import Claim, adopt, claim, point_latest, publish
 from ..runs.scan import scan
 from ..runs.sessions import Session
 from ..stores.base import Store
@@ -90,6 +91,7 @@ class Committer:
         self._world_size = world_size
         self._clock = clock
         self._attempt = 0
+        self._leftovers = Leftovers(store)
 
     def default_name(self, number: int) -> str:
         """Return the name of the checkpoint of a report that was given none."""
@@ -178,6 +180,7 @@ class Committer:
         if problem is not None:
             _log.info("The pointer to the newest checkpoint was not updated: %s", problem)
         note_commit(manifest.name)
+        self._leftovers.remove()
         self.prune()
 
     def prune(self) -> None:
@@ -203,15 +206,8 @@ class Committer:
 
     def abandon(self, held: Claim, error: BaseException) -> None:
         """Remove what a failed report wrote; say so where that fails too."""
-        if isinstance(error, FencedError):
-            return
-        try:
-            left = abandon(self.store, held)
-        except CheckpointError as second:
-            _log.warning("After %s: %s was not removed: %s", error, held.folder, second)
-            return
-        if left:
-            _log.warning("After a failed report %s could not be removed: %s", held.folder, left)
+        if not isinstance(error, FencedError):
+            self._leftovers.give_up(held, error)
 
     def _adoptable(self, folder: str) -> list[str]:
         """Return the paths of the files in an adopted folder."""

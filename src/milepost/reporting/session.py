@@ -112,6 +112,7 @@ class Reports:
         self._count = 0
         self._num_asked = 0
         self._num_failed = 0
+        self._only_warned: BaseException | None = None
         self._newest: tuple[int, str | None] = (-1, None)
         self._unsettled: list[PendingSave[Checkpoint]] = []
         self._is_closed = False
@@ -171,17 +172,27 @@ class Reports:
 
         Raises:
             CheckpointError: A report failed that nobody was told about yet.
+            SaveFailedError: With ``on_save_error="warn"``: the newest checkpoint failed, and none
+                comes after it.
         """
         if self._facts is None or self._is_closed:
             return
         self._is_closed = True
+        failure: BaseException | None = None
         try:
-            self._leave(value, is_well=is_well)
+            self._settle_ended(wait=True)
+            if is_well:
+                self._require_newest()
+        except BaseException as error:  # noqa: BLE001 - raised once the other ranks know
+            failure = error
+        try:
+            self._leave(value, is_well=is_well and failure is None)
         finally:
-            self._settle_ended()
             unwatch(self._unsettled)
             if self._cached is not None:
                 self._cached.close()
+            if failure is not None:
+                raise failure
 
     def __enter__(self) -> Self:
         self.open()
@@ -326,8 +337,6 @@ class Reports:
         board = self._board
         assert board is not None
         try:
-            for pending in list(self._unsettled):
-                pending.check_done(2 * self.config.upload_timeout_s)
             leave(board, is_well=is_well)
             if self._leader is not None:
                 self._leader.close(value, is_well=is_well)
@@ -409,19 +418,39 @@ class Reports:
             pending = self._unsettled.pop(0)
             error = pending.unreported_error
             if error is None:
-                self._num_failed = 0 if not pending.has_failed else self._num_failed
+                self._note_end(pending)
                 continue
             pending.exception()
             self._num_failed += 1
+            self._only_warned = None
             if self.config.on_save_error == "raise" or isinstance(error, FencedError):
                 raise error
             _log.warning("The checkpoint of %s was not committed: %s", pending.name, error)
+            self._only_warned = error
             if self._num_failed > self.config.max_failed_saves:
+                self._only_warned = None
                 raise SaveFailedError(
                     f"{self._num_failed} reports in a row failed; the last one was {pending.name}.",
                     safe="Checkpoints that were committed before are intact.",
                     hint=f"The place is {self.store.url}.",
                 ) from error
+
+    def _note_end(self, pending: PendingSave[Checkpoint]) -> None:
+        """Take note of a report that needs no word, and say so where earlier ones did."""
+        if pending.has_failed:
+            return  # told to whoever waited for it
+        if self._only_warned is not None:
+            _log.warning("Reports succeed again; %d in a row had failed.", self._num_failed)
+        self._num_failed, self._only_warned = 0, None
+
+    def _require_newest(self) -> None:
+        """Refuse to end well without the newest checkpoint: there is no training to go on with."""
+        if self._only_warned is not None:
+            raise SaveFailedError(
+                "The training ends and its newest checkpoint is not committed.",
+                safe="Checkpoints that were committed before are intact.",
+                hint=f"The place is {self.store.url}. Start again from the newest checkpoint.",
+            ) from self._only_warned
 
     def _ask(self, timeout_s: float | None, *, is_validated: bool = False) -> str | None:
         """Return the newest checkpoint once it is known what came of this rank's reports."""

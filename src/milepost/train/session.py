@@ -223,7 +223,7 @@ class Session:
                 if error is not None and not is_preempted:
                     patience_s = _NONE_S if is_rank_gone(error) else _SHARE_S
                     self.checkpointer.give_up(error, patience_s=patience_s)
-                self.checkpointer.wait()
+                self.checkpointer.wait(is_end=error is None)
         finally:
             if self.signals is not None and is_preempted and not self._group.is_alone:
                 self.signals.end_heeded()

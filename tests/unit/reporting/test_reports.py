@@ -348,6 +348,24 @@ def test_a_few_failures_may_be_lived_with(tmp_path, folder):
     assert names(tmp_path / "run") == ["report-3"]
 
 
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+def test_a_run_whose_newest_report_failed_is_not_finished(tmp_path, folder, policy):
+    """Or it would not be started again, though what it was to do is not there."""
+    config = mp.CheckpointConfig(on_save_error=policy)
+    with pytest.raises((OSError, mp.SaveFailedError)):
+        with mp.Reports(tmp_path / "run", checkpoint_config=config):
+            mp.report({}, folder(a="1"))
+            mp.report(
+                {},
+                folder(a="2"),
+                checkpoint_upload_mode=ASYNC,
+                checkpoint_upload_fn=full,
+                delete_local_checkpoint_after_upload=False,
+            )
+    with mp.Reports(tmp_path / "run"):
+        assert mp.get_checkpoint().name == "report-1"
+
+
 def test_an_error_of_the_store_fails_the_report_and_leaves_nothing(tmp_path, folder):
     """The next one works: what is there afterwards is as if the first had not been."""
     below = MemoryStore()

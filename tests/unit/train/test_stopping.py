@@ -333,3 +333,17 @@ def test_a_failed_save_stops_the_training_or_warns(make, tmp_path, failing_saves
     trainer.fit()
     assert _names(tmp_path / "b") == ["ba2", "ba6", "ba8"]
     assert trainer.saved_checkpoints == ["ba2", "ba6", "ba8"]
+
+
+def test_a_training_does_not_end_well_without_its_last_state(make, tmp_path, failing_saves) -> None:
+    """Nobody looks at a job that has ended well; and there is no training left to go on with."""
+    from milepost.errors import SaveFailedError
+
+    failing_saves.add("ba8")
+    trainer = make(
+        save_folder=tmp_path, save_interval="2ba", max_duration="8ba", on_save_error="warn"
+    )
+    with pytest.raises(SaveFailedError, match="newest state is not saved: ba8"):
+        trainer.fit()
+    trainer.close()
+    assert _names(tmp_path) == ["ba2", "ba4", "ba6"]
