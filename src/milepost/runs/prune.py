@@ -28,6 +28,7 @@ checkpoint can only have changed by its own doing, or by that of a newer session
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -54,6 +55,8 @@ from .validations import delete_validation, list_validations, validation_id
 from .verify import newest_good
 
 __all__ = ["Decision", "PruneReport", "decide", "delete_checkpoint", "prune", "sweep"]
+
+_log = logging.getLogger("milepost")
 
 ATTEMPT_MAX_AGE_S = 24 * 3600.0
 """An attempt that nothing was written to for so long has no writer any more."""
@@ -279,6 +282,7 @@ def sweep(
                 _finish_deletion(store, found.name)
             elif is_attempt and _is_over(store, view, found, session, identity):
                 _give_up_wholly(store, found)
+                _tell_of_uploads(store, found.name)
             else:
                 continue
             removed.append(found.name)
@@ -294,6 +298,18 @@ def sweep(
     if errors:
         raise errors[0]
     return removed
+
+
+def _tell_of_uploads(store: Store, name: str) -> None:
+    """Say what no client of a bucket can remove, since none can list it."""
+    if not store.traits.is_local:
+        _log.info(
+            "The process that wrote %s may have left an upload in %s that was never completed and "
+            "that no listing shows. A lifecycle rule of the bucket removes those: see the guide "
+            "on object stores.",
+            name,
+            store.url,
+        )
 
 
 def _must_stay(store: Store, view: RunView) -> dict[str, str]:
