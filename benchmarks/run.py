@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import claims
+import intervals
 import limits
 import peers
 import processes
@@ -230,6 +231,22 @@ def measure_ranks(measure: Measure, *, num_ranks: int) -> None:
         table(f"Load of {what}", columns, rows)
 
 
+def measure_intervals(measure: Measure) -> None:
+    """Measure what saves take of the time when the interval is found out."""
+    figures, _ = measure("intervals", intervals.overhead_of_intervals)
+    rows = []
+    for place in intervals.PLACES:
+        low, high = figures.spread(f"{place} overhead")
+        found = [figures.median(f"{place} {what}") for what in ("overhead", "calls", "interval")]
+        rows.append(
+            [place, f"{found[0]:.2f}", f"{low:.2f}-{high:.2f}", *(f"{x:.2f}" for x in found[1:])]
+        )
+        claim = f"overhead / budget, on {'a disk' if place == 'disk' else 'a tenth of it'}"
+        measure.at_most(claim, found[0], 1.2)
+    columns = ["place", "overhead / budget", "spread", "calls alone", "interval s"]
+    table(f'every="auto", a budget of {100 * intervals.BUDGET:g} %', columns, rows)
+
+
 def measure_reports(measure: Measure) -> None:
     """Measure reports of two workers."""
     figures, size = measure("reports", reporting.seconds_of_reports)
@@ -251,6 +268,7 @@ CLAIMS: dict[str, Callable[[Measure], None]] = {
     "load": measure_loads,
     "small": measure_small,
     "training": measure_training,
+    "intervals": measure_intervals,
     "processes": measure_processes,
     "2ranks": partial(measure_ranks, num_ranks=2),
     "4ranks": partial(measure_ranks, num_ranks=4),

@@ -36,17 +36,21 @@ OURS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Loop:
-    """A perceptron that learns noise."""
+    """A perceptron that learns noise.
 
-    def __init__(self) -> None:
+    Args:
+        width: Of its layers.
+    """
+
+    def __init__(self, *, width: int = WIDTH) -> None:
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for _ in range(NUM_LAYERS):
-            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+            layers += [nn.Linear(width, width), nn.ReLU()]
         self.model = nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.inputs = torch.randn(NUM_SAMPLES, WIDTH)
-        self.targets = torch.randn(NUM_SAMPLES, WIDTH)
+        self.inputs = torch.randn(NUM_SAMPLES, width)
+        self.targets = torch.randn(NUM_SAMPLES, width)
 
     def step(self, change: AbstractContextManager[Any]) -> float:
         """Train one batch, changing the weights within ``change``; return the seconds."""
