@@ -14,10 +14,12 @@ from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
 from ..tensors.flat import Run
 from ..tensors.unpack import leaf_tag, unpack_item
 from .flattened import flat_state, is_flattened, reshard
-from .names import name_cleaner, named_parameters, unwrap
+from .names import named_parameters
 from .parts import Alike
 from .report import LoadReport, restoring
 from .source import StateSource, load_item, new_like, new_tensor
+from .walks import walk_of
+from .wrappers import unwrap
 
 __all__ = ["ModelPart", "load_weights"]
 
@@ -50,11 +52,13 @@ class ModelPart(Alike):
 
     def leaders(self) -> Collection[str]:
         """Return the names of buffers: of several ranks the leader's are saved."""
-        clean = name_cleaner(self.module)
-        return {clean(name) for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        return walk_of(self.module).buffers
 
     def frozen(self) -> Collection[str]:
         """Return the names of parameters that do not require gradients."""
+        walk = walk_of(self.module)
+        if not walk.is_flat:
+            return walk.frozen()
         return {
             name for name, parameter in named_parameters(self.module) if not parameter.requires_grad
         }
@@ -94,8 +98,9 @@ class ModelPart(Alike):
         Raises:
             UnsupportedStateError: Two entries have one name once it is free of wrappers.
         """
-        clean = name_cleaner(self.module)
-        if is_flattened(self.module):
+        walk = walk_of(self.module)
+        clean = walk.clean
+        if walk.is_flat:
             return {name: (name, one) for name, one in flat_state(self.module, clean).items()}
         live: dict[str, tuple[str, Any]] = {}
         for own, value in self.module.state_dict().items():

@@ -1,15 +1,9 @@
-"""Names of parameters, free of what wrappers add to them.
-
-``torch.compile`` inserts ``_orig_mod`` and data parallelism ``module`` into the names of a module's
-state. They are stripped when saving and matched when loading, so that a checkpoint of a wrapped
-model fits the plain one and the other way round.
-"""
+"""Names of parameters, free of what wrappers add to them."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,45 +11,10 @@ from torch import nn
 
 from .flattened import FlatShare, flat_shares
 from .stages import Model, Stage
+from .walks import walk_of
+from .wrappers import name_cleaner, unwrap
 
-__all__ = ["ParameterNames", "name_cleaner", "named_parameters", "tied_names", "unwrap"]
-
-_WRAPPED = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
-_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside any stack of compile and data-parallel wrappers."""
-    while True:
-        if isinstance(module, _PARALLEL):
-            module = module.module
-        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
-            module = module._orig_mod  # type: ignore[assignment]
-        else:
-            return module
-
-
-def name_cleaner(module: nn.Module) -> Callable[[str], str]:
-    """Return the function from a name in ``module.state_dict()`` to its stored name.
-
-    Args:
-        module: A module without outer wrappers; wrappers further inside are handled here.
-    """
-    inner = sorted(
-        (f"{n}.module." for n, child in module.named_modules() if isinstance(child, _PARALLEL)),
-        key=len,
-        reverse=True,
-    )
-
-    def clean(name: str) -> str:
-        for prefix in inner:
-            if name.startswith(prefix):
-                name = prefix[: -len("module.")] + name[len(prefix) :]
-        if "_orig_mod" in name or "_wrapped_module" in name:
-            name = _WRAPPED.sub("", name).lstrip(".")
-        return name
-
-    return clean
+__all__ = ["ParameterNames", "named_parameters", "tied_names"]
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -89,18 +48,18 @@ class ParameterNames:
         self._names: dict[int, list[list[tuple[str, str]]]] = {}
         self._shares: dict[int, list[FlatShare]] = {}
         self._staged: set[int] = set()
+        self._first: Mapping[int, str] | None = None
         for item, model in models.items():
             for wrapped in model.modules if isinstance(model, Stage) else (model,):
                 module = unwrap(wrapped)
-                clean = name_cleaner(module)
-                flat = self._add_flat(item, flat_shares(module, clean))
-                for name, parameter in module.named_parameters(remove_duplicate=False):
-                    plain = clean(name)
-                    if id(parameter) not in flat:
-                        things = self._names.setdefault(id(parameter), [[]])
+                walk = walk_of(module)
+                flat = self._add_flat(item, flat_shares(module, walk.clean)) if walk.is_flat else ()
+                for plain, number in walk.parameters:
+                    if number not in flat:
+                        things = self._names.setdefault(number, [[]])
                         things[0].append((plain, f"{item}/{plain}"))
                     if isinstance(model, Stage):
-                        self._staged.add(id(parameter))
+                        self._staged.add(number)
         self._counts = Counter(
             plain for things in self._names.values() for names in things for plain, _ in names
         )
@@ -126,6 +85,16 @@ class ParameterNames:
         """Return the name of a parameter, or ``None`` if no tracked model has it."""
         things = self._names.get(id(parameter))
         return None if things is None else things[0][0][self._has_several]
+
+    @property
+    def first(self) -> Mapping[int, str]:
+        """Return the name of every parameter by its ``id``, where all of them are whole."""
+        if self._first is None:
+            has_several = self._has_several
+            self._first = {
+                number: things[0][0][has_several] for number, things in self._names.items()
+            }
+        return self._first
 
     def all(self) -> set[str]:
         """Return all names of all parameters: tied ones have several."""
@@ -210,7 +179,7 @@ def tied_names(trees: Mapping[str, Any]) -> dict[str, list[str]]:
     for item, tree in trees.items():
         names_of: dict[str, list[str]] = defaultdict(list)
         for name, tag in tree.items() if isinstance(tree, Mapping) else ():
-            if isinstance(tag, Mapping) and tag.get("$") == "tensor":
+            if type(tag) is dict and tag.get("$") == "tensor":
                 names_of[str(tag.get("key"))].append(name)
         for names in names_of.values():
             if len(names) > 1:

@@ -68,6 +68,8 @@ class OptimizerPart(Alike):
         """
         holder = holder_of(self.optimizer)
         state = holder.state_dict()
+        if holder is self.optimizer and self._get_names().are_alike:
+            return self._by_name(state)
         slots = _by_index(self._held_slots(()))
         captured = dict(state)
         if holder is self.optimizer:
@@ -86,6 +88,24 @@ class OptimizerPart(Alike):
         captured["state"] = {
             name: part for index, v in known.items() for name, part in slots[index].split(v).items()
         }
+        captured["other"] = {k: v for k, v in state["state"].items() if k not in known}
+        return captured
+
+    def _by_name(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict by parameter name, where no parameter was flattened."""
+        first = self._get_names().first
+        names: dict[int, str] = {}
+        for g, group in enumerate(self.optimizer.param_groups):
+            for i, number in enumerate(map(id, group["params"])):
+                names[number] = first.get(number) or f"group{g}/{i}"
+        by_index = list(names.values())
+        known = {k: v for k, v in state["state"].items() if type(k) is int and k < len(by_index)}
+        captured = dict(state)
+        captured["param_groups"] = [
+            {**group, "params": [by_index[index] for index in group["params"]]}
+            for group in state["param_groups"]
+        ]
+        captured["state"] = {by_index[index]: value for index, value in known.items()}
         captured["other"] = {k: v for k, v in state["state"].items() if k not in known}
         return captured
 

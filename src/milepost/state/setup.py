@@ -8,15 +8,17 @@ it goes on in the fourth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .names import name_cleaner, named_parameters, unwrap
+from .names import named_parameters
 from .stages import Stage
+from .walks import walk_of
+from .wrappers import unwrap
 from .zero import class_name
 
 __all__ = ["apply_setup", "capture_setup", "members_of", "setup_problems"]
@@ -113,23 +115,25 @@ def _modes(modules: Sequence[nn.Module]) -> dict[str, Any]:
     others: set[str] = set()
     frozen: set[str] = set()
     for module in modules:
-        clean = name_cleaner(module)
+        walk = walk_of(module)
         others.update(
-            _module_name(clean, name)
-            for name, child in module.named_modules()
+            name
+            for name, child in zip(walk.module_names, walk.modules(), strict=True)
             if child.training != is_training
         )
-        frozen.update(name for name, one in named_parameters(module) if not one.requires_grad)
+        if walk.is_flat:
+            frozen.update(name for name, one in named_parameters(module) if not one.requires_grad)
+        else:
+            frozen.update(walk.frozen())
     return {"is_training": is_training, "others": sorted(others), "frozen": sorted(frozen)}
 
 
 def _apply_modes(label: str, module: nn.Module, stored: Mapping[str, Any]) -> list[str]:
-    clean = name_cleaner(module)
     others, frozen = frozenset(stored["others"]), frozenset(stored["frozen"])
     notes = []
     moved = []
-    for name, child in module.named_modules():
-        plain = _module_name(clean, name)
+    walk = walk_of(module)
+    for plain, child in zip(walk.module_names, walk.modules(), strict=True):
         is_training = stored["is_training"] != (plain in others)
         if child.training != is_training:
             child.training = is_training
@@ -149,10 +153,6 @@ def _apply_modes(label: str, module: nn.Module, stored: Mapping[str, Any]) -> li
     if changed:
         notes.append(f"{label}: as it was saved, {_some(changed)}.")
     return notes
-
-
-def _module_name(clean: Callable[[str], str], name: str) -> str:
-    return clean(f"{name}.").rstrip(".")
 
 
 def _some(names: list[str]) -> str:

@@ -22,7 +22,7 @@ from ..tensors.packing import Packing
 from .holders import Holders, join_places
 from .loader import ResumableLoader
 from .model import ModelPart
-from .names import ParameterNames, unwrap
+from .names import ParameterNames
 from .objects import FromLeader, GroupPart, ObjectPart, PerRank, Stateful, Value, ValuePart
 from .optimizer import OptimizerPart
 from .parts import Part
@@ -31,6 +31,8 @@ from .setup import apply_setup, capture_setup, members_of, setup_problems
 from .source import StateSource, load_item, subtree
 from .stage_part import StagePart
 from .stages import Model, Stage, modules_of
+from .walks import Walk, walk_of, walked_once
+from .wrappers import unwrap
 
 __all__ = ["RESERVED_ITEMS", "Tracked", "check_item_names"]
 
@@ -70,6 +72,7 @@ class Tracked:
         self._homes: dict[str, Home] = {}
         self._holders: dict[str, Holders] = {}
         self._names_now: list[ParameterNames] = []
+        self._names: tuple[list[tuple[str, bool, Walk]], ParameterNames] | None = None
         self._rank = 0
 
     def __contains__(self, name: str) -> bool:
@@ -110,7 +113,15 @@ class Tracked:
 
     def parameter_names(self) -> ParameterNames:
         """Return the names of the parameters of all tracked models, as they are now."""
-        return ParameterNames(_models(self._objects))
+        models = _models(self._objects)
+        walks = [
+            (name, isinstance(model, Stage), walk_of(unwrap(module)))
+            for name, model in models.items()
+            for module in (model.modules if isinstance(model, Stage) else (model,))
+        ]
+        if self._names is None or walks != self._names[0] or any(w.is_flat for *_, w in walks):
+            self._names = walks, ParameterNames(models)
+        return self._names[1]
 
     def models(self) -> dict[str, nn.Module]:
         """Return the tracked modules by name, those inside groups and stages included."""
@@ -196,7 +207,7 @@ class Tracked:
         Raises:
             UnsupportedStateError: A value that cannot be stored; the message leads to it.
         """
-        with no_collecting():
+        with no_collecting(), walked_once():
             return self._capture()
 
     def _capture(self) -> list[PackedItem]:
@@ -241,7 +252,7 @@ class Tracked:
             MismatchError: What is stored does not fit; nothing was changed then.
         """
         strict = self.strict if strict is None else strict
-        with no_collecting():
+        with no_collecting(), walked_once():
             report, present = self._compare(source, items=items, expected=expected)
         if strict:
             report.require_exact()
