@@ -125,8 +125,9 @@ def walk_of(module: nn.Module) -> Walk:
 @contextmanager
 def walked_once() -> Iterator[None]:
     """Look at each module once meanwhile, in this thread: nobody changes them."""
-    _at_once.known = {}
+    before = getattr(_at_once, "known", None)
+    _at_once.known = {} if before is None else before
     try:
         yield
     finally:
-        del _at_once.known
+        _at_once.known = before

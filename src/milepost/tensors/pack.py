@@ -101,8 +101,8 @@ class PackedItem:
         name: Name of the item.
         tree: The JSON that stands for its structure.
         leaves: What the tensors are that the tree refers to.
-        tensors: The live tensor of each leaf, detached, of any device and stride; of a sharded one
-            the piece that this rank holds.
+        tensors: The live tensor of each leaf, without gradients, of any device and stride; of a
+            sharded one the piece that this rank holds.
         home: Whose it is.
     """
 

@@ -218,7 +218,7 @@ class _Form:
             self._addresses = addresses
         if len(self._firsts) < len(found):
             found = [found[index] for index in self._firsts]
-        return list(map(Tensor.detach, found)), packed
+        return [one.detach() if one.requires_grad else one for one in found], packed
 
     def _first_of_each(self, addresses: Sequence[int]) -> list[int]:
         """Return for each tensor the first one that is the same memory, seen in the same way."""

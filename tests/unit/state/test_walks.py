@@ -1,0 +1,173 @@
+"""The names of a module's parameters, found once and seen to change."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from milepost.state.names import ParameterNames, named_parameters
+from milepost.state.setup import capture_setup
+from milepost.state.tracked import Tracked
+from milepost.state.walks import Walk, walk_of, walked_once
+
+
+def new_model():
+    tied = nn.Linear(2, 2)
+    inner = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model = nn.ModuleDict({"a": inner, "b": tied, "c": nn.ModuleList([tied, nn.Linear(2, 2)])})
+    model["c"][1].weight = tied.weight
+    return model
+
+
+def replace_inner(model):
+    model["a"][0] = nn.Linear(2, 3)
+
+
+def swap(model):
+    first = model["a"][0]
+    first.weight, first.bias = first.bias, first.weight
+
+
+def untie(model):
+    model["c"][1].weight = nn.Parameter(model["b"].weight.detach().clone())
+
+
+def move_up(model):
+    """The same parameter, under the same last name, in the module before."""
+    bias = model["a"][1].bias
+    del model["a"][1].bias
+    model["b"].register_parameter("bias", bias)
+
+
+def rename(model):
+    model["d"] = model["b"]
+    del model["b"]
+
+
+def make_buffer(model):
+    weight = model["a"][0].weight
+    del model["a"][0].weight
+    model["a"][0].register_buffer("weight", weight)
+
+
+CHANGES = {
+    "nothing": lambda model: None,
+    "values": lambda model: model["a"][0].weight.data.zero_(),
+    "frozen": lambda model: model["a"][0].requires_grad_(False),
+    "one frozen": lambda model: model["b"].bias.requires_grad_(False),
+    "evaluated": lambda model: model["a"][1].eval(),
+    "all evaluated": lambda model: model.eval(),
+    "a module more": lambda model: model.update({"z": nn.Linear(1, 1)}),
+    "another module": replace_inner,
+    "another parameter": lambda model: model["b"].register_parameter(
+        "bias", nn.Parameter(torch.ones(2))
+    ),
+    "no parameter": lambda model: setattr(model["b"], "bias", None),
+    "names swapped": swap,
+    "untied": untie,
+    "moved to another module": move_up,
+    "another name": rename,
+    "a buffer more": lambda model: model["b"].register_buffer("n", torch.ones(1)),
+    "a buffer that is not kept": lambda model: model["b"].register_buffer(
+        "n", torch.ones(1), persistent=False
+    ),
+    "a buffer of a parameter": make_buffer,
+    "no buffer": lambda model: setattr(model["a"][1], "running_mean", None),
+    "compiled inside": lambda model: model.update({"b": nn.DataParallel(model["b"])}),
+}
+
+
+def seen(model):
+    """All that is asked of a walk, by the names that a module gives itself."""
+    walk = walk_of(model)
+    frozen = {name for name, one in named_parameters(model) if not one.requires_grad}
+    assert walk.frozen() == frozen
+    assert dict(walk.parameters) == {name: id(one) for name, one in named_parameters(model)}
+    assert [name for name, _ in walk.parameters] == [name for name, _ in named_parameters(model)]
+    buffers = {walk.clean(n) for n, _ in model.named_buffers(remove_duplicate=False)}
+    assert walk.buffers == buffers
+    modules = [one for _, one in model.named_modules()]
+    assert all(one is other for one, other in zip(walk.modules(), modules, strict=True))
+    names = [walk.clean(f"{name}.").rstrip(".") for name, _ in model.named_modules()]
+    assert walk.module_names == names
+    return walk
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_every_change_of_a_module_is_seen(change):
+    """An old name would give one parameter the state of another."""
+    model = new_model()
+    tracked = Tracked()
+    tracked.add("model", model)
+    seen(model)
+    tracked.parameter_names()
+    CHANGES[change](model)
+    seen(model)
+    names = tracked.parameter_names()
+    for name, parameter in named_parameters(model):
+        first = next(n for n, one in named_parameters(model) if one is parameter)
+        assert names.of(parameter) == first == names.first[id(parameter)]
+        assert name in names.all()
+    captured = {item.name: item for item in tracked.capture()}
+    frozen = {name for name, one in named_parameters(model) if not one.requires_grad}
+    kept = {leaf.key for leaf in captured["model"].leaves if leaf.is_frozen}
+    assert kept <= frozen
+    modes = capture_setup({"model": model})["models"]["model"]
+    assert modes["frozen"] == sorted(frozen)
+    assert modes["is_training"] == model.training
+
+
+def test_an_unchanged_module_is_walked_through_once(monkeypatch):
+    """Also in later saves, and for all that asks for names."""
+    model = new_model()
+    tracked = Tracked()
+    tracked.add("model", model)
+    tracked.add("optimizer", torch.optim.SGD([p for p in model.parameters()], lr=0.1))  # noqa: C416
+    tracked.capture()
+    names = tracked.parameter_names()
+
+    def refuse(self, module):
+        raise AssertionError("walked through again")
+
+    monkeypatch.setattr(Walk, "__init__", refuse)
+    monkeypatch.setattr(ParameterNames, "__init__", refuse)
+    for _ in range(2):
+        with torch.no_grad():
+            model["b"].weight.add_(1)
+        tracked.capture()
+    assert tracked.parameter_names() is names
+
+
+def test_within_a_save_a_module_is_looked_at_once(monkeypatch):
+    """Five parts of a save ask for its names."""
+    model = new_model()
+    tracked = Tracked()
+    tracked.add("model", model)
+    tracked.capture()
+    looked = []
+    is_current = Walk.is_current
+    monkeypatch.setattr(
+        Walk, "is_current", lambda self, module: looked.append(1) or is_current(self, module)
+    )
+    tracked.capture()
+    assert len(looked) <= 2
+    with walked_once():
+        assert walk_of(model) is walk_of(model)
+
+
+def test_a_walk_keeps_nothing_alive():
+    """Neither a model that is gone nor a layer that was replaced."""
+    model = new_model()
+    layer = weakref.ref(model["a"][0])
+    walk_of(model)
+    replace_inner(model)
+    gc.collect()
+    assert layer() is None
+    whole = weakref.ref(model)
+    del model
+    gc.collect()
+    assert whole() is None
