@@ -16,6 +16,7 @@ from .copies.cached import CachedStore
 from .copies.own import copy_to
 from .copies.shared import STALL_TIMEOUT_S, shared_copy
 from .errors import FormatError, MissingError, UsageError
+from .fetching import Fetching
 from .format import canonical, tree
 from .format.layout import HIDDEN, MANIFEST, METADATA, RUN, SESSIONS
 from .format.manifest import Manifest
@@ -201,16 +202,14 @@ class Checkpoint:
         self,
         *,
         progress: Callable[[int], None] | None = None,
-        chunk_bytes: int | None = None,
+        fetching: Fetching | None = None,
         rank: int = 0,
     ) -> StateSource:
         """Return the stored state without reading any tensor yet.
 
         Args:
             progress: Called with the bytes of each block that is read.
-            chunk_bytes: How much to ask a bucket for at once, a block of 8 MiB at least; ``None``
-                for one block. Eight requests are on their way at a time, of 128 MiB together at
-                most.
+            fetching: How blocks come from a bucket.
             rank: Whose part to show of what every rank has saved for itself.
         """
         if self.manifest.layout == "files":
@@ -229,7 +228,7 @@ class Checkpoint:
             self.folder,
             self.manifest,
             progress=progress,
-            chunk_bytes=chunk_bytes or 0,
+            fetching=fetching,
             rank=rank,
         )
 
@@ -526,6 +525,7 @@ def open_source(
     trust: bool = False,
     rank: int = 0,
     progress: Callable[[int], None] | None = None,
+    fetching: Fetching | None = None,
 ) -> StateSource:
     """Open the state at a place, whatever wrote it.
 
@@ -535,14 +535,15 @@ def open_source(
         trust: Whether what is no checkpoint of ours may run code when it is opened.
         rank: Whose state, where each rank has its own.
         progress: Called with the bytes of each block that is read.
+        fetching: How blocks come from a bucket.
 
     Raises:
         MissingError: There is nothing.
     """
     if isinstance(place, Checkpoint):
-        return place.source(rank=rank, progress=progress)
+        return place.source(rank=rank, progress=progress, fetching=fetching)
     try:
-        return open_checkpoint(place).source(rank=rank, progress=progress)
+        return open_checkpoint(place).source(rank=rank, progress=progress, fetching=fetching)
     except MissingError:
         path = Path(place).expanduser()
         if (path / DCP_METADATA).is_file():

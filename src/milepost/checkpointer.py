@@ -28,6 +28,7 @@ from .checkpoint import Checkpoint, Place, Run
 from .engine.pending import PendingSave
 from .engine.signals import StopSignals
 from .errors import CheckpointError, Preempted, UsageError
+from .fetching import Fetching
 from .liveness import beat
 from .naming import NameFormat
 from .opening import Resume, WriterOptions
@@ -96,6 +97,9 @@ class Checkpointer:
             ``"sample"``, ``"full"`` for every byte, ``"none"``.
         local_cache: For a run in an object store: a folder on this machine where copies of the
             newest two checkpoints are kept, so that a resume here need not download them.
+        load_chunk_bytes: For a run in an object store: how much one request of a resume asks for, a
+            block of 8 MiB at least; eight are on their way at a time, of 128 MiB at most.
+        load_progress_bar: Whether to show how far such a download has come.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
             ``state_dict`` and ``load_state_dict``, a :class:`Value`, a :class:`PerRank`, a
             :class:`Stage`, or a dict of such.
@@ -128,6 +132,8 @@ class Checkpointer:
         share_timeout_s: float = 1800.0,
         rank_check: RankCheck = "sample",
         local_cache: str | os.PathLike[str] | None = None,
+        load_chunk_bytes: int = 0,
+        load_progress_bar: bool = False,
         **objects: Any,
     ) -> None:
         options = WriterOptions(
@@ -160,7 +166,13 @@ class Checkpointer:
         self._signals = StopSignals(grace_s=grace_s) if handle_signals else None
         self._loaders: dict[int, ResumableLoader] = {}
         self._hand = BatchInHand()
-        self._resumption = Resumption(self._tracked, self._writer, self._hand, strict=strict)
+        self._resumption = Resumption(
+            self._tracked,
+            self._writer,
+            self._hand,
+            strict=strict,
+            fetching=Fetching(load_chunk_bytes, is_bar_shown=load_progress_bar),
+        )
         self._saves = Saves(
             self._tracked,
             self._writer,

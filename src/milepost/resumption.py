@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .checkpoint import Checkpoint, Place, open_source
 from .errors import MismatchError, MissingError
+from .fetching import Fetching
 from .state.batch_in_hand import BatchInHand
 from .state.report import LoadReport, restoring
 from .state.rng import apply_rng, rng_of_rank
@@ -43,12 +45,19 @@ class Resumption:
     """
 
     def __init__(
-        self, tracked: Tracked, writer: RunWriter, hand: BatchInHand, *, strict: bool
+        self,
+        tracked: Tracked,
+        writer: RunWriter,
+        hand: BatchInHand,
+        *,
+        strict: bool,
+        fetching: Fetching,
     ) -> None:
         self._tracked = tracked
         self._writer = writer
         self._hand = hand
         self._strict = strict
+        self._fetching = fetching
         self._source: StateSource | None = None
         self._unclaimed: set[str] = set()
         self.report: LoadReport | None = None
@@ -64,7 +73,7 @@ class Resumption:
         Raises:
             MismatchError: It does not fit.
         """
-        source = checkpoint.source(rank=self._writer.team.rank)
+        source = self._source_of(checkpoint)
         late = set(source.trees) - set(self._tracked) - set(RESERVED_ITEMS)
         self._tracked.check(source, expected=late)
 
@@ -83,7 +92,7 @@ class Resumption:
             DamagedError: Bytes that do not match their checksum; another checkpoint must be
                 restored over what was changed.
         """
-        source = checkpoint.source(rank=self._writer.team.rank)
+        source = self._source_of(checkpoint)
         late = set(source.trees) - set(self._tracked) - set(RESERVED_ITEMS)
         self.report = self._tracked.restore(source, expected=late)
         self._restore_extras(source)
@@ -171,13 +180,19 @@ class Resumption:
             latest = run.latest()
             if latest is None:
                 raise MissingError(f"The run at {run.url} holds no checkpoint.", path=run.url)
-            return latest.source(rank=self._writer.team.rank)
+            return self._source_of(latest)
         # A plain word is never looked for in the working directory: a run may lie there by chance.
         is_file = isinstance(source, str) and source.endswith(tuple(SUFFIXES.values()))
         is_name = isinstance(source, str) and "/" not in source and not is_file
         if is_name and self._writer.session is not None:
-            return run.get(str(source)).source(rank=self._writer.team.rank)
-        return open_source(source, trust=trust, rank=self._writer.team.rank)
+            return self._source_of(run.get(str(source)))
+        return self._source_of(source, trust=trust)
+
+    def _source_of(self, place: Place | Checkpoint, *, trust: bool = False) -> StateSource:
+        rank, fetching = self._writer.team.rank, self._fetching
+        if rank:
+            fetching = replace(fetching, is_bar_shown=False)
+        return open_source(place, trust=trust, rank=rank, fetching=fetching)
 
     def take_rng(self) -> Mapping[str, Any] | None:
         """Return the random state of the checkpoint, once."""

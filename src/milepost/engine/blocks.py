@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import torch
 
+from ..fetching import Fetching
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import CachedReader, LendingReader, Reader, Store
@@ -147,8 +148,7 @@ class BlockReads:
         key: Returns the key of a file.
         manifest: What the files are.
         progress: Called with the number of bytes of each block that was read.
-        chunk_bytes: How much one request to a service asks for, where blocks lie side by side; a
-            block at least.
+        fetching: How blocks come from a service.
     """
 
     def __init__(
@@ -158,24 +158,26 @@ class BlockReads:
         manifest: Manifest,
         progress: Progress | None,
         *,
-        chunk_bytes: int = 0,
+        fetching: Fetching,
     ) -> None:
         self._store = store
         self._key = key
         self._manifest = manifest
-        self._progress = progress
+        self._listeners = [] if progress is None else [progress]
+        self._fetching = fetching
         self._queue: SimpleQueue[tuple[_File, list[_Block]]] = SimpleQueue()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._is_inference = torch.is_inference_mode_enabled()
         is_local = store.traits.is_local
-        self._num_together = 1 if is_local else max(1, chunk_bytes // BLOCK_BYTES)
+        self._num_together = 1 if is_local else max(1, fetching.chunk_bytes // BLOCK_BYTES)
         at_once = _IN_FLIGHT_BYTES // (BLOCK_BYTES * self._num_together)
         self._num_threads = NUM_THREADS if is_local else max(1, min(NUM_REQUESTS, at_once))
 
     def run(self, ranges: Mapping[str, Sequence[Range | Batch]]) -> None:
         """Fill the ranges of each file. All files are looked at before any byte is copied."""
         files: list[_File] = []
+        num_bytes = 0
         try:
             for path, wanted in ranges.items():
                 blocks = _by_block(wanted)
@@ -184,21 +186,30 @@ class BlockReads:
                 files.append(file)
                 for together in _neighbours(blocks, at_most=self._num_together):
                     self._queue.put((file, together))
+                num_bytes += sum(file.length_of(block.number) for block in blocks)
             self._look_at(files)
-            helpers = [
-                threading.Thread(target=self._work, name=f"milepost-read-{n}")
-                for n in range(1, min(self._num_threads, self._queue.qsize()))
-            ]
-            for helper in helpers:
-                helper.start()
-            self._work()
-            for helper in helpers:
-                helper.join()
+            if self._store.traits.is_local:
+                self._work_together()
+            else:
+                with self._fetching.shown(self._manifest.name, num_bytes) as came:
+                    self._listeners.append(came)
+                    self._work_together()
         finally:
             for file in files:
                 file.close()
         if self._error is not None:
             raise self._error
+
+    def _work_together(self) -> None:
+        helpers = [
+            threading.Thread(target=self._work, name=f"milepost-read-{n}")
+            for n in range(1, min(self._num_threads, self._queue.qsize()))
+        ]
+        for helper in helpers:
+            helper.start()
+        self._work()
+        for helper in helpers:
+            helper.join()
 
     def _look_at(self, files: Sequence[_File]) -> None:
         def look(number: int) -> None:
@@ -246,8 +257,8 @@ class BlockReads:
                     reader, file.entry, block.number, data, where=file.where, tensors=block.tensors
                 )
                 block.fill(data, block.parts)
-            if self._progress is not None:
-                self._progress(len(data))
+            for listener in self._listeners:
+                listener(len(data))
         file.leave(len(blocks))
 
 

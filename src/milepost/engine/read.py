@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..collecting import no_collecting
 from ..errors import FormatError, MissingError
+from ..fetching import Fetching
 from ..format import canonical
 from ..format.digest import BLOCK_BYTES
 from ..format.header import StoredTensor, parse_header, parse_header_length
@@ -44,7 +45,7 @@ class CheckpointSource:
         folder: The checkpoint's folder in it; ``""`` if the store begins there.
         manifest: Its manifest.
         progress: Called with the number of bytes of each block that was read.
-        chunk_bytes: How much one request to a service asks for; a block at least.
+        fetching: How blocks come from a service.
         rank: Whose part to show of what every rank has for itself. A rank that did not write it
             sees the leader's.
     """
@@ -56,7 +57,7 @@ class CheckpointSource:
         manifest: Manifest,
         *,
         progress: Progress | None = None,
-        chunk_bytes: int = 0,
+        fetching: Fetching | None = None,
         rank: int = 0,
     ) -> None:
         self.name = manifest.name
@@ -65,7 +66,7 @@ class CheckpointSource:
         self._store = store
         self._folder = folder
         self._progress = progress
-        self._chunk_bytes = chunk_bytes
+        self._fetching = fetching or Fetching()
         self._index: Mapping[str, Any] | None = None
         self._rank_tables: RankTables | None = None
         self._tables: dict[str, Mapping[str, StoredWhole]] = {}
@@ -199,7 +200,7 @@ class CheckpointSource:
 
     def _run(self, ranges: Mapping[str, Sequence[Range | Batch]]) -> None:
         reads = BlockReads(
-            self._store, self._key, self.manifest, self._progress, chunk_bytes=self._chunk_bytes
+            self._store, self._key, self.manifest, self._progress, fetching=self._fetching
         )
         with torch.no_grad():
             reads.run(ranges)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ..checkpoint import Checkpoint, Run, open_run, open_source
 from ..display import loading_bar
 from ..errors import MissingError, UsageError
+from ..fetching import Fetching
 from ..format.layout import MANIFEST
 from ..state.model import load_weights
 from ..state.report import LoadReport
@@ -87,8 +88,7 @@ def open_place(
     named: Place,
     *,
     object_store: ObjectStore | ObjectStoreProviderHparams | None,
-    chunk_size_bytes: int,
-    is_bar_shown: bool,
+    fetching: Fetching,
 ) -> Iterator[str | Checkpoint]:
     """Give the checkpoint to load as a handle or a local path.
 
@@ -97,8 +97,7 @@ def open_place(
             object.
         object_store: Where to download it from; ``None``: it is a path. Of a provider it may also
             be a checkpoint folder or a run, of which no more is read than is needed.
-        chunk_size_bytes: Bytes of one piece of a download.
-        is_bar_shown: Whether to show the download.
+        fetching: How an object is downloaded.
     """
     if isinstance(named, Checkpoint | Run):
         if object_store is not None:
@@ -123,10 +122,10 @@ def open_place(
         target = Path(folder) / Path(path).name
         size_bytes, done_bytes = object_store.get_object_size(path), 0
         with (
-            loading_bar(path, total_bytes=size_bytes, is_shown=is_bar_shown) as bar,
+            loading_bar(path, total_bytes=size_bytes, is_shown=fetching.is_bar_shown) as bar,
             target.open("wb") as file,
         ):
-            for piece in object_store.download_object_as_stream(path, chunk_size_bytes):
+            for piece in object_store.download_object_as_stream(path, fetching.chunk_bytes):
                 file.write(piece)
                 done_bytes += len(piece)
                 bar.update(done_bytes)
@@ -152,6 +151,7 @@ def restore_all(
     *,
     items: Collection[str] | None,
     rank: int = 0,
+    fetching: Fetching | None = None,
 ) -> tuple[LoadReport, Any]:
     """Restore everything without a run of one's own, where nothing is saved.
 
@@ -160,6 +160,7 @@ def restore_all(
         objects: What to restore, as it would be tracked.
         items: Restore only these; ``None``: the place must hold nothing else.
         rank: This rank: it gets what it has saved for itself.
+        fetching: How it comes from a bucket.
 
     Returns:
         What was restored, and the state of the random generators, ``None`` if there is none.
@@ -167,7 +168,7 @@ def restore_all(
     Raises:
         MismatchError: What is stored does not fit; nothing was changed.
     """
-    source = open_source(place, rank=rank)
+    source = open_source(place, rank=rank, fetching=fetching)
     tracked = Tracked(strict=True)
     for name, target in objects.items():
         tracked.add(name, target)
@@ -179,18 +180,22 @@ def restore_all(
     return report, rng
 
 
-def restore_weights(place: str | Checkpoint, model: Any, *, strict: bool) -> LoadReport:
+def restore_weights(
+    place: str | Checkpoint, model: Any, *, strict: bool, fetching: Fetching | None = None
+) -> LoadReport:
     """Load only the weights of the model.
 
     Args:
         place: A checkpoint, a run or a ``.pt`` file, as a path or as a handle.
         model: The live model.
         strict: Whether the names must match exactly.
+        fetching: How they come from a bucket.
 
     Raises:
         MismatchError: They do not, or nothing at all fits.
     """
-    report = load_weights(open_source(place), "model", model, strict=strict)
+    source = open_source(place, fetching=fetching)
+    report = load_weights(source, "model", model, strict=strict)
     level = logging.INFO if report.is_exact else logging.WARNING
     _log.log(level, "Weights only: %s", report.summary())
     return report

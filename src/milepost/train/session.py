@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..checkpoint import Checkpoint, Run, open_checkpoint, open_source, run_store
 from ..engine.signals import StopSignals
 from ..errors import CheckpointError, MissingError, Preempted, UsageError
+from ..fetching import Fetching
 from ..state.loader import ResumableLoader
 from ..state.objects import FromLeader, PerRank, Value
 from ..state.resumable_sampler import ResumableSampler
@@ -147,8 +148,7 @@ class Session:
         object_store: ObjectStore | ObjectStoreProviderHparams | None,
         weights_only: bool,
         strict: bool,
-        chunk_size_bytes: int,
-        is_bar_shown: bool,
+        fetching: Fetching,
     ) -> None:
         """Restore the newest checkpoint of the run, or else what ``path_format`` names.
 
@@ -158,8 +158,7 @@ class Session:
             object_store: Where that is downloaded from.
             weights_only: Load only the model's weights from there.
             strict: Whether their names must match exactly.
-            chunk_size_bytes: Bytes of one piece of a download.
-            is_bar_shown: Whether to show the download.
+            fetching: How that comes from a bucket.
 
         Raises:
             MismatchError: The checkpoint does not fit.
@@ -189,13 +188,8 @@ class Session:
                     path_format,
                 )
         elif path_format is not None:
-            with open_place(
-                path_format,
-                object_store=object_store,
-                chunk_size_bytes=chunk_size_bytes,
-                is_bar_shown=is_bar_shown,
-            ) as place:
-                self._restore(place, weights_only=weights_only, strict=strict)
+            with open_place(path_format, object_store=object_store, fetching=fetching) as place:
+                self._restore(place, weights_only=weights_only, strict=strict, fetching=fetching)
         if self.is_restored:
             self._settle()
 
@@ -313,9 +307,12 @@ class Session:
         items.setdefault("timer", self._state.timer)
         return items
 
-    def _restore(self, place: str | Checkpoint, *, weights_only: bool, strict: bool) -> None:
+    def _restore(
+        self, place: str | Checkpoint, *, weights_only: bool, strict: bool, fetching: Fetching
+    ) -> None:
         if weights_only:
-            restore_weights(place, self._state.bare_model, strict=strict)
+            model = self._state.bare_model
+            restore_weights(place, model, strict=strict, fetching=fetching)
             return
         items = self._items()
         # Files of other makers lack what only this trainer keeps, and may hold what this state no
@@ -326,7 +323,9 @@ class Session:
         wanted = {name: target for name, target in items.items() if name not in lacking}
         chosen = sorted({*wanted, "rng"}) if lacking or removed else None
         if self.checkpointer is None:
-            report, self._rng = restore_all(place, wanted, items=chosen, rank=self._group.rank)
+            report, self._rng = restore_all(
+                place, wanted, items=chosen, rank=self._group.rank, fetching=fetching
+            )
         else:
             report = self.checkpointer.restore(place, items=chosen)
         if self._group.rank == 0:

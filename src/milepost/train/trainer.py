@@ -13,6 +13,7 @@ import torch
 
 from ..display import training_bar
 from ..errors import NonFiniteLossError, Preempted, UsageError
+from ..fetching import Fetching
 from ..naming import NameFormat
 from ..progress.pacing import make_pacing
 from ..progress.schedule import is_auto
@@ -112,8 +113,9 @@ class Trainer:
             :class:`ObjectStoreProvider`, or what makes one.
         load_weights_only: Load the weights and nothing else: a new training begins on them.
         load_strict: Whether the names of these weights must match exactly.
-        load_chunk_size: Bytes of one piece of a download.
-        load_progress_bar: Show the download.
+        load_chunk_size: Bytes of one piece of a download. Of a checkpoint folder in a bucket pieces
+            are 8 MiB at least, and as many as fit into this are asked for at once.
+        load_progress_bar: Show a download that is not small, of a resume as well.
 
     Attributes:
         state: Everything the training consists of.
@@ -250,6 +252,8 @@ class Trainer:
                 "on_save_error": on_save_error,
                 "max_failed_saves": max_failed_saves,
                 "local_cache": local_cache,
+                "load_chunk_bytes": load_chunk_size,
+                "load_progress_bar": load_progress_bar,
                 "rank_timeout_s": rank_timeout_s,
             },
         )
@@ -258,8 +262,7 @@ class Trainer:
             object_store=load_object_store,
             weights_only=load_weights_only,
             strict=load_strict,
-            chunk_size_bytes=load_chunk_size,
-            is_bar_shown=load_progress_bar and group.rank == 0,
+            fetching=Fetching(load_chunk_size, is_bar_shown=load_progress_bar and group.rank == 0),
         )
         state.model = wrap(state.model, parallel, group)
         self._alarm = Alarm(group)

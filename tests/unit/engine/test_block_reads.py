@@ -12,6 +12,7 @@ import torch
 
 from milepost.checkpoint import Checkpoint
 from milepost.errors import DamagedError
+from milepost.fetching import Fetching
 from milepost.format.digest import BLOCK_BYTES
 from milepost.stores import LocalStore, MemoryStore
 from milepost.stores.blocks import LocalReader
@@ -181,13 +182,13 @@ def test_a_service_is_asked_for_neighbouring_blocks_at_once(new_lab, state):
     size = lab.save("a", {"model": state}).manifest.file("model.safetensors").size_bytes
     for chunk_bytes, expected in ((1, 6), (BLOCK_BYTES, 6), (3 * BLOCK_BYTES, 2), (1 << 40, 1)):
         store, into = SpyStore(lab.store), empty(state)
-        calls = read(store, into, chunk_bytes=chunk_bytes)
+        calls = read(store, into, fetching=Fetching(chunk_bytes))
         assert same(into, state)
         assert (len(calls), {name for name, _, _ in calls}) == (expected, {"lend"})
         assert sum(length for _, _, length in calls) == size
     store = SpyStore(lab.store)
     some = {key: live for key, live in empty(state).items() if key in ("w0", "h")}
-    calls = read(store, some, chunk_bytes=1 << 40)
+    calls = read(store, some, fetching=Fetching(1 << 40))
     assert same(some, state)
     assert len(calls) == 1 or sum(length for _, _, length in calls) < size
 
