@@ -21,10 +21,11 @@ from .others import Other, send_others
 from .reports import CopyReport
 from .route import Route, find_route
 
-__all__ = ["NUM_THREADS", "beside", "copy_checkpoint", "copy_folder", "read_back"]
+__all__ = ["beside", "copy_checkpoint", "copy_folder", "read_back"]
 
-NUM_THREADS = 4
-"""Blocks of 8 MiB that are under way at once; each takes as much memory."""
+_NUM_THREADS = 4
+_NUM_STREAMS = 8
+"""One stream from or to a service is slower than the line."""
 
 Place = str | os.PathLike[str]
 
@@ -34,7 +35,7 @@ def copy_checkpoint(
     to: Place | Store,
     *,
     verify: bool = False,
-    num_threads: int = NUM_THREADS,
+    num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> CopyReport:
     """Copy a checkpoint from any place to any other.
@@ -48,7 +49,8 @@ def copy_checkpoint(
         to: The folder or address of the copy. Where other files are already, and where the name
             ends in a slash, the copy goes below it under the checkpoint's own name.
         verify: Whether to read the copy back and compare every byte.
-        num_threads: How many blocks of 8 MiB are under way at once.
+        num_threads: How many blocks of 8 MiB are under way at once, in as much memory; by default
+            4 between folders, and 8 from or to a bucket.
         progress: Called with the bytes of each block, by several threads.
 
     Raises:
@@ -80,7 +82,7 @@ def copy_folder(
     commit: Commit,
     *,
     shared: Shared | None = None,
-    num_threads: int = NUM_THREADS,
+    num_threads: int | None = None,
     progress: Progress,
 ) -> CopyReport:
     """Copy a checkpoint's folder, if it is not there yet."""
@@ -94,12 +96,17 @@ def copy_folder(
             source_folder,
             claim,
             shared=shared or Shared(),
-            num_threads=num_threads,
+            num_threads=num_threads or _threads_for(route),
             progress=progress,
         )
         send_others(route, beside(route.source, source_folder, folder, commit))
         claim.publish()
     return report
+
+
+def _threads_for(route: Route) -> int:
+    is_here = route.source.traits.is_local and route.target.traits.is_local
+    return _NUM_THREADS if is_here else _NUM_STREAMS
 
 
 def read_back(store: Store, folder: str, report: CopyReport, *, progress: Progress) -> CopyReport:

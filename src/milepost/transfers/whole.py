@@ -58,7 +58,7 @@ from ..stores.url import open_store
 from ..visible import VisibleFiles
 from .bring import Progress, Shared
 from .claims import Commit
-from .one import NUM_THREADS, copy_folder, read_back
+from .one import copy_folder, read_back
 from .others import Other, send_others
 from .records import (
     put_same,
@@ -87,7 +87,7 @@ def sync_run(
     *,
     delete: bool = False,
     verify: bool = False,
-    num_threads: int = NUM_THREADS,
+    num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> SyncReport:
     """Copy a run to another place, or bring its copy there up to date.
@@ -101,7 +101,7 @@ def sync_run(
         delete: Whether checkpoints that the source does not have any more are deleted there, pinned
             ones excepted. Nothing else ever is.
         verify: Whether to read every checkpoint there, old and new, and compare every byte.
-        num_threads: How many blocks of 8 MiB are under way at once.
+        num_threads: How many blocks of 8 MiB are under way at once; see there.
         progress: Called with the bytes of each block, by several threads.
 
     Returns:
@@ -204,7 +204,7 @@ class SyncPlan:
         self,
         *,
         verify: bool = False,
-        num_threads: int = NUM_THREADS,
+        num_threads: int | None = None,
         progress: Progress | None = None,
     ) -> SyncReport:
         """Carry it out; see :func:`sync_run`."""
@@ -271,7 +271,7 @@ class SyncPlan:
         return sent
 
     def _copy(
-        self, shared: Shared, *, num_threads: int, verify: bool, progress: Progress
+        self, shared: Shared, *, num_threads: int | None, verify: bool, progress: Progress
     ) -> list[CopyReport]:
         """Copy what is missing. One that fails does not stop the others."""
         copied: list[CopyReport] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from milepost.errors import (
     StorageError,
     UsageError,
 )
-from milepost.runs import claim, verify
+from milepost.format.canonical import dump_record, load_record
+from milepost.runs import claim, ensure_run, verify
+from milepost.runs.identity import process_start
 from milepost.stores import LocalStore, MemoryStore
 from milepost.testing import Crash, Fault, FaultStore
 from milepost.transfers.claims import Commit, claim_copy
@@ -195,6 +198,23 @@ def test_two_copies_into_one_folder_do_not_meet(run, tmp_path):
     assert copy_checkpoint(tmp_path / "run" / "ep1", tmp_path / "copy").is_new
 
 
+def test_in_a_bucket_the_claim_of_a_living_process_is_respected(run):
+    """There are no locks there; that of a process that is known to have ended is taken over."""
+    source, commit = Checkpoint(run.store, "ep1"), Commit.read(run.store, "ep1")
+    for pid, is_living in ((os.getppid(), True), (2**22 + 1, False)):
+        store = MemoryStore("copy")
+        with claim_copy(store, "", commit):
+            fields = load_record(store.get("attempt.json"), where="attempt.json")
+        fields.pop("digest", None)
+        start = process_start(os.getppid())
+        store.put("attempt.json", dump_record({**fields, "pid": pid, "process_start": start}))
+        if is_living:
+            with pytest.raises(InUseError, match=f"Process {pid}"):
+                copy_checkpoint(source, store)
+        else:
+            assert copy_checkpoint(source, store).is_new
+
+
 def test_a_swept_copy_is_not_committed(run):
     """Another program removed the claim and took the folder: what is there is not ours."""
     below = MemoryStore("copy")
@@ -213,8 +233,6 @@ def test_a_swept_copy_is_not_committed(run):
 def test_single_files_are_not_mixed_into_a_run(run, tmp_path):
     """A run that shows single files keeps records that a copied folder would not have."""
     hidden = LocalStore(tmp_path / "shown" / ".milepost")
-    from milepost.runs import ensure_run
-
     ensure_run(hidden, layout="torch")
     with pytest.raises(UsageError):
         copy_checkpoint(tmp_path / "run" / "ep1", tmp_path / "shown")
