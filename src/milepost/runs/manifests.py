@@ -28,6 +28,7 @@ from ..format.layout import MANIFEST
 from ..format.manifest import Manifest
 from ..stores.base import Entry, Store
 from .folders import file_key
+from .sessions import SessionCache
 from .validations import VerdictCache
 
 __all__ = ["ManifestCache", "read_manifest"]
@@ -51,7 +52,7 @@ def read_manifest(store: Store, name: str) -> Manifest:
 
 @final
 class ManifestCache:
-    """The commits and verdicts of one run that one process has read. Several threads may use it.
+    """The records of one run that one process has read. Several threads may use it.
 
     Args:
         max_bytes: How many bytes of manifests, as they are stored, are remembered at most; those
@@ -64,6 +65,7 @@ class ManifestCache:
         self._lock = Lock()
         self._known: dict[str, tuple[Entry, Manifest]] = {}
         self.verdicts: VerdictCache = {}
+        self.sessions: SessionCache = {}
 
     def read(self, store: Store, name: str, entry: Entry) -> Manifest:
         """Return the commit of a checkpoint, from the store if it is not the one remembered.
@@ -101,6 +103,7 @@ class ManifestCache:
         """Forget everything."""
         self.forget_others(())
         self.verdicts.clear()
+        self.sessions.clear()
 
     def forget_others(self, names: Collection[str]) -> None:
         """Forget every checkpoint but those of these names."""

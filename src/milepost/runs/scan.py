@@ -140,7 +140,7 @@ def scan(store: Store, cache: ManifestCache | None = None) -> RunView:
 def _look_once(store: Store, cache: ManifestCache | None) -> tuple[RunView, set[int]]:
     """Return a run, and the sessions that published and of which it is not known from where."""
     # The order matters for a session that looks for what to go on from: see runs/sessions.py.
-    sessions = tuple(list_sessions(store))
+    sessions = tuple(list_sessions(store, None if cache is None else cache.sessions))
     found, pins = survey(store, cache)
     # After the commits, so that one that was to be validated is not seen without its request.
     found = _with_validations(

@@ -53,7 +53,7 @@ from ..format.canonical import dump_record, load_record
 from ..format.layout import RUN, SESSIONS, from_key, session_key, session_number
 from ..format.manifest import FORMAT_VERSION, check_version
 from ..processes.functions import refuse_while_imported
-from ..stores.base import Store
+from ..stores.base import Entry, Store
 from .damage import raise_unreachable
 from .identity import Identity, is_gone, this_process
 from .parallel import each
@@ -62,6 +62,7 @@ __all__ = [
     "Origin",
     "RunRecord",
     "Session",
+    "SessionCache",
     "check_not_fenced",
     "ensure_run",
     "is_provably_dead",
@@ -278,13 +279,32 @@ def record_origin(store: Store, session: Session, origin: Origin | None) -> Sess
     return settled
 
 
-def list_sessions(store: Store) -> list[Session]:
+SessionCache = dict[int, tuple[Entry, Entry, Session]]
+"""Settled sessions that a process has read, with what the store showed for their two records."""
+
+
+def list_sessions(store: Store, cache: SessionCache | None = None) -> list[Session]:
     """Return every session, the oldest first.
 
     A session whose record cannot be read keeps its number, so that it still fences older ones.
+
+    Args:
+        store: The run's store.
+        cache: What was read before: the records of a settled session never change.
     """
     numbers, settled = _listed(store)
-    return each(store, lambda one: _read_session(store, one, one in settled), sorted(numbers))
+    known = {} if cache is None else cache
+
+    def read(number: int) -> Session:
+        entries = numbers[number], settled.get(number)
+        if number in known and known[number][:2] == entries:
+            return known[number][2]
+        session = _read_session(store, number, is_settled=entries[1] is not None)
+        if entries[1] is not None and not session.problem:
+            known[number] = entries[0], entries[1], session
+        return session
+
+    return each(store, read, sorted(numbers))
 
 
 def is_provably_dead(session: Session, identity: Identity | None = None) -> bool:
@@ -330,18 +350,19 @@ def _numbers(store: Store) -> set[int]:
     was given out twice would let two writers believe that they own the run.
     """
     numbers, settled = _listed(store)
-    return numbers | settled
+    return numbers.keys() | settled.keys()
 
 
-def _listed(store: Store) -> tuple[set[int], set[int]]:
-    """Return the numbers of the records of sessions, and of those of what they went on from."""
-    numbers, settled = set(), set()
+def _listed(store: Store) -> tuple[dict[int, Entry], dict[int, Entry]]:
+    """Return the records of sessions, and those of what they went on from, by number."""
+    numbers: dict[int, Entry] = {}
+    settled: dict[int, Entry] = {}
     for entry in store.list(SESSIONS):
         number = session_number(entry.key)
         if number is not None:
-            numbers.add(number)
+            numbers[number] = entry
         elif match := _FROM.fullmatch(entry.key.rpartition("/")[2]):
-            settled.add(int(match[1]))
+            settled[int(match[1])] = entry
     return numbers, settled
 
 
@@ -366,7 +387,7 @@ def _session_fields(session: Session) -> dict[str, Any]:
     }
 
 
-def _read_session(store: Store, number: int, is_settled: bool) -> Session:  # noqa: FBT001
+def _read_session(store: Store, number: int, *, is_settled: bool) -> Session:
     key = session_key(number)
     session = Session(number, "", "", 0, "", 0.0)
     try:

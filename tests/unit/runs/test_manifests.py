@@ -8,7 +8,18 @@ from dataclasses import replace
 import pytest
 
 from milepost.errors import DamagedError
-from milepost.runs import KeepLast, State, decide, delete_checkpoint, prune, scan
+from milepost.runs import (
+    KeepLast,
+    Origin,
+    State,
+    decide,
+    delete_checkpoint,
+    open_session,
+    prune,
+    read_run,
+    record_origin,
+    scan,
+)
 from milepost.runs.manifests import ManifestCache
 from milepost.stores import LocalStore, MemoryStore
 from milepost.testing import FaultStore
@@ -79,11 +90,31 @@ def test_a_look_without_a_memory_reads_everything(store, begin, save):
     assert reads(counting) == ["ep1/manifest.json"] * 2
 
 
+def test_a_session_is_read_once_it_has_settled(store, begin, save):
+    """A training that was started a hundred times reads one record more, not two hundred."""
+    cache = ManifestCache()
+    for number in range(1, 6):
+        session = begin(store, pid=number)
+        save(store, session, f"ep{number}", 1)
+    view = scan(store, cache)
+    later = open_session(store, read_run(store))
+    counting = FaultStore(store)
+    assert scan(counting, cache).sessions[:5] == view.sessions
+    own = [one for one in counting.operations if one.startswith("get sessions/")]
+    assert own == ["get sessions/00000006.json"]
+    record_origin(store, later, Origin("ep5", 5, 1))
+    assert scan(store, cache) == scan(store)
+    store.put("sessions/00000003.from.json", b"torn")
+    with pytest.raises(DamagedError, match="torn or altered"):
+        scan(store, cache)
+
+
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_the_calls_of_a_look_do_not_grow_with_the_run(tmp_path, clock, begin, save, is_on_disk):
     """Of a save every minute for a month, each would cost more than the one before."""
     place = LocalStore(tmp_path / "run") if is_on_disk else MemoryStore("run", clock=clock)
     session, cache, counts = begin(place), ManifestCache(), []
+    scan(place, cache)
     for number in range(1, 31):
         clock.now_s += 60
         save(place, session, f"ep{number}", number)
@@ -94,7 +125,7 @@ def test_the_calls_of_a_look_do_not_grow_with_the_run(tmp_path, clock, begin, sa
         # Its folders are looked at without being opened for reading.
         assert [count.pop("head") for count in counts] == [2 * n for n in range(1, 31)]
     assert counts == [counts[0]] * 30
-    assert counts[0]["get"] == 4  # run.json, two records of the session, the new commit
+    assert counts[0]["get"] == 2  # run.json and the new commit
 
 
 def test_a_commit_that_another_writer_replaced_is_noticed(store, clock, begin, save):
