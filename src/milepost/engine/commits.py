@@ -218,7 +218,10 @@ class Committer:
             for one in told["files"]
         ]
         stats = together([told["stats"] for told in written])
-        work.stats["slowest_blocking_s"] = stats["blocking_s"]
+        held_up = [told["stats"] for told in written]
+        work.stats["slowest_blocking_s"] = max(
+            one["blocking_s"] + one.get("barrier_s", 0.0) for one in held_up
+        )
         manifest = self._manifest(held, work, entries, len(written), stats)
         publish(self.store, self.session, manifest)
         return manifest.to_bytes()

@@ -1,6 +1,6 @@
 """What a save costs the training that goes on, measured from batch to batch.
 
-    stall       how long training is held up when a save begins
+    stall       how long training is held up when a save begins, and waits for it afterwards
     slowdown    how much longer the batches take, all together, while it is written
 
 The slowdown is the difference of two medians, of batches with a save in flight and of others, so
@@ -29,6 +29,9 @@ _KEPT_SAVES = 8
 _KEPT_BATCHES = 256
 _FEWEST_FREE = 8
 _FEWEST_BUSY = 2
+_FEW = 2
+"""If a save is in flight for so many batches, every second one is the first after it began."""
+
 _MOST_OF_MEDIAN = 4.0
 _CHANCE_ERRORS = 2.0
 _MAD_TO_SIGMA = 1.4826
@@ -40,8 +43,9 @@ class Ending(Protocol):
     """A save on its way.
 
     Attributes:
-        stats: What it has cost, once it has ended; of several ranks with ``slowest_blocking_s``,
-            how long it has held up the one that it held up longest.
+        stats: What it has cost, once it has ended: ``barrier_s``, how long training has waited for
+            it since it began; of several ranks ``slowest_blocking_s``, how long it has held up the
+            one that it held up longest, this wait included.
     """
 
     stats: Mapping[str, Any]
@@ -99,6 +103,7 @@ class SaveCosts:
         self._stalls: deque[float] = deque(maxlen=_KEPT_SAVES)
         self._writes: deque[float] = deque(maxlen=_KEPT_SAVES)
         self._counts: deque[int] = deque(maxlen=_KEPT_SAVES)
+        self._barriers: deque[float] = deque(maxlen=_KEPT_SAVES)
         self._free: deque[float] = deque(maxlen=_KEPT_BATCHES)
         self._busy: deque[float] = deque(maxlen=_KEPT_BATCHES)
         self._num_busy = 0
@@ -150,9 +155,12 @@ class SaveCosts:
     def _end_save(self, now_s: float) -> None:
         assert self.pending is not None
         if self._is_usual and self.pending.done():
+            stats = self.pending.stats
+            barrier_s = stats.get("barrier_s", 0.0)
+            self._barriers.append(barrier_s)
             # Ranks train in step: all of them wait for the one that was held up longest.
-            slowest_s = self.pending.stats.get("slowest_blocking_s", 0.0)
-            self._stalls[-1] = max(self._stalls[-1], slowest_s)
+            slowest_s = stats.get("slowest_blocking_s", 0.0)
+            self._stalls[-1] = max(self._stalls[-1] + barrier_s, slowest_s)
         self._writes.append(now_s - self._saved_s)
         self._counts.append(self._num_busy)
         self.pending = None
@@ -175,16 +183,20 @@ class SaveCosts:
         )
 
     def _slowdown_s(self) -> float:
-        num_free, num_busy = len(self._free), len(self._busy)
-        if num_free < _FEWEST_FREE or num_busy < _FEWEST_BUSY or not self._counts:
+        free, busy = len(self._free), len(self._busy)
+        if free < _FEWEST_FREE or busy < _FEWEST_BUSY or not self._counts:
             return self._learned.slowdown_s
         usual_s = median(self._free)
         spread_s = _MAD_TO_SIGMA * median(abs(one - usual_s) for one in self._free)
-        error_s = _MEDIAN_ERROR * spread_s * math.sqrt(1 / num_free + 1 / num_busy)
+        error_s = _MEDIAN_ERROR * spread_s * math.sqrt(1 / free + 1 / busy)
         longer_s = median(self._busy) - usual_s
         if longer_s <= _CHANCE_ERRORS * error_s:
             return 0.0
-        return longer_s * sum(self._counts) / len(self._counts)
+        num_busy = sum(self._counts) / len(self._counts)
+        if num_busy <= _FEW and self._barriers:
+            # Then the median is of batches that have waited, and the wait is counted already.
+            return max(0.0, longer_s * num_busy - _usual(self._barriers))
+        return longer_s * num_busy
 
 
 def _is_span(value: object) -> bool:
