@@ -32,7 +32,7 @@ from ..tensors.unpack import unpack_item
 from ..version import __version__
 from ..visible import SUFFIXES
 from .arena import Arena
-from .documents import documents, layout_state, places
+from .documents import TreeTexts, documents, layout_state, places
 from .gathered import Gathered, describe, gathered, serve
 from .joining import join_trees
 from .links import Links
@@ -133,6 +133,7 @@ class Committer:
         self._deadlines = deadlines
         self._compression = compression
         self._clock = clock
+        self._texts = TreeTexts()
         self._parent = session.origin.name if session.origin else None
 
     def commit(self, work: Work) -> Manifest:
@@ -319,7 +320,7 @@ class Committer:
         if work.layout == "torch":
             entries = self._write_single(held, work)
         else:
-            texts = documents(work.trees, work.staged)
+            texts = documents(work.trees, work.staged, texts=self._texts)
             entries = self._write_parts(held, work, work.staged, texts)
         work.stats["write_s"] = time.perf_counter() - started_s
         return self._manifest(held, work, entries, 1, work.stats)
