@@ -59,7 +59,8 @@ class Links:
         """
         if not (self._is_wanted and path in self._written):
             return None
-        if "/" in folder or not self._store.traits.hard_links:
+        traits = self._store.traits
+        if "/" in folder or not (traits.hard_links or traits.copies_itself):
             return None
         source, entry = self._written[path]
         try:

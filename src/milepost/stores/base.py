@@ -60,6 +60,8 @@ class Traits:
         is_local: Whether keys are files that other programs can open; see ``Store.local_path``.
         exclusive_create: Whether ``put_new`` is exclusive among processes.
         hard_links: Whether ``link`` shares bytes instead of copying them.
+        copies_itself: Whether ``link`` has the place copy them, so that they do not pass through
+            here.
         symlinks: Whether ``point`` makes a link that people can follow.
     """
 
@@ -67,6 +69,7 @@ class Traits:
     exclusive_create: bool
     hard_links: bool
     symlinks: bool
+    copies_itself: bool = False
 
 
 class Writer(Protocol):

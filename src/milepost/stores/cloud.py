@@ -61,6 +61,7 @@ _RECORD_BYTES = 1024 * 1024
 _MAX_PIECES = 9_000
 _RETRIES = 12
 _RETRY_TIMEOUT_S = 120.0
+_MAX_COPY_BYTES = 5 * 1024**3
 _UPLOADS_AT_ONCE = 8
 """Pieces of one object on their way. One connection to S3 takes about 100 MB/s."""
 
@@ -94,6 +95,7 @@ class CloudStore(BucketStore):
         slowest_bytes_s: int = _SLOWEST_BYTES_S,
     ) -> None:
         super().__init__(url.rstrip("/"), exclusive_create=True)
+        self.traits = replace(self.traits, copies_itself=True)
         self._retry_timeout_s = retry_timeout_s
         self._clients = Clients(
             self.url,
@@ -243,6 +245,13 @@ class CloudStore(BucketStore):
         self._check(key)
         self._refuse_existing(new_key)
         size_bytes = self.head(key).size_bytes
+        if size_bytes > _MAX_COPY_BYTES and self.url.startswith(("s3://", "s3a://")):
+            raise StorageError(
+                f"{self._name(key)} has {size_bytes:,} bytes; S3 copies {_MAX_COPY_BYTES:,} at "
+                "most.",
+                operation="copy",
+                path=key,
+            )
         client = self._clients.get("write", size_bytes)
         self._ask("copy", key, lambda: obstore.copy(client, key, new_key))
         found_bytes = self.head(new_key).size_bytes
