@@ -112,6 +112,14 @@ class Callback:
     def save_started(self, state: State, pending: PendingSave[Any]) -> None:
         """Run when the state was copied for a save, which is written while the training goes on."""
 
+    def save_ended(self, state: State, pending: PendingSave[Any]) -> None:
+        """Run after the first batch by which a save has ended, for example to log its ``stats``.
+
+        Which batch that is depends on the disk, and differs from rank to rank: change nothing here
+        that is trained, draw no random numbers, and wait for no other rank. If
+        ``pending.has_failed``, the error comes out elsewhere.
+        """
+
     def fit_end(self, state: State) -> None:
         """Run when the maximum duration is reached."""
 

@@ -81,6 +81,7 @@ class Saving:
         self._saved_at: tuple[int, int] | None = None
         self._last: PendingSave[Any] | None = None
         self._saves: list[PendingSave[Any]] = []
+        self._untold: list[PendingSave[Any]] = []
         self._started_at = self._point
         self._asked_at: Mapping[str, Any] = {}
         self._schedule = self._new_schedule()
@@ -117,6 +118,7 @@ class Saving:
         """Wait for the end of the last save; how it ended is told elsewhere."""
         if self._last is not None:
             self._last.check_done(None)
+        self._tell_ended()
 
     def start(self, counters: Mapping[str, Any] | None = None) -> None:
         """Begin to count intervals, at the start of ``fit``.
@@ -169,6 +171,7 @@ class Saving:
             self._pacing.end_batch()
             if is_save_due is not None:
                 self._pacing.hear(is_save_due)
+        self._tell_ended()
 
     def after_batch(self, *, is_last_of_epoch: bool, is_finished: bool) -> None:
         """Save, if due, after the event ``BATCH_CHECKPOINT``.
@@ -309,9 +312,17 @@ class Saving:
         )
         self._last, self._saved_at = pending, self._point
         self._saves.append(pending)
+        self._untold.append(pending)
         for callback in self._state.callbacks:
             callback.save_started(self._state, pending)
         return pending
+
+    def _tell_ended(self) -> None:
+        """Tell callbacks of saves that have ended since they were told last, in their order."""
+        while self._untold and self._untold[0].done():
+            pending = self._untold.pop(0)
+            for callback in self._state.callbacks:
+                callback.save_ended(self._state, pending)
 
     @property
     def _point(self) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import torch
 import milepost as mp
 from milepost.errors import UsageError
 from milepost.progress.timer import Timer
+from milepost.stores import LocalStore
 from milepost.train import Callback, Evaluator
 
 from .conftest import numbers
@@ -74,6 +75,39 @@ def test_a_save_of_the_epoch_is_not_followed_by_another_at_once(make, tmp_path) 
     assert names == ["ba10", "ba11", "ba28", "ba46", "ba64", "ba82", "ep1"] + [
         f"ba{batch}" for batch in (118, 136, 154, 172, 190)
     ] + ["ep2"]
+
+
+class Logged(Callback):
+    """Notes what each save has cost."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, bool]] = []
+
+    def save_ended(self, state, pending) -> None:
+        assert pending.done()
+        self.told.append((pending.name, pending.stats.get("written_bytes", 0), pending.has_failed))
+
+
+def test_callbacks_are_told_once_of_every_save_that_has_ended(make, tmp_path, monkeypatch) -> None:
+    """Whoever logs the cost of saves needs it when it is known, and in the training thread."""
+    logged = Logged()
+    options = {"save_folder": tmp_path, "save_interval": "1ba", "on_save_error": "warn"}
+    trainer = make(callbacks=[logged], max_duration="6ba", **options)
+    create_writer = LocalStore.create_writer
+
+    def broken(self, key, size_bytes):
+        if key.startswith("ba3/"):
+            raise mp.StorageError("boom")
+        return create_writer(self, key, size_bytes)
+
+    monkeypatch.setattr(LocalStore, "create_writer", broken)
+    trainer.fit()
+    trainer.close()
+    assert [(name, failed) for name, _, failed in logged.told] == [
+        (f"ba{batch}", batch == 3) for batch in range(1, 7)
+    ]
+    sizes = {one.name: one.manifest.size_bytes for one in mp.open_run(tmp_path).checkpoints()}
+    assert {name: size for name, size, failed in logged.told if not failed} == sizes
 
 
 @pytest.mark.parametrize(
