@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal, final
+from urllib.parse import urlsplit
 
 from obstore.store import from_url
 
@@ -67,6 +68,7 @@ class Clients:
         silent_timeout_s: float,
         slowest_bytes_s: int,
     ) -> None:
+        _refuse_odd(url)
         scheme = url.partition("://")[0].lower().replace("s3a", "s3")
         is_s3 = scheme == "s3"
         given = config.get("endpoint") or config.get("base_url")
@@ -112,6 +114,20 @@ class Clients:
     def request_s(self, size_bytes: int) -> float:
         """Return the time that a request with so many bytes has."""
         return self._silent_timeout_s + size_bytes / self._slowest_bytes_s
+
+
+def _refuse_odd(url: str) -> None:
+    """Refuse an address that the client would read as that of another place."""
+    parts = urlsplit(url)
+    names = parts.path.strip("/").split("/") if parts.path.strip("/") else []
+    is_odd = parts.query or parts.fragment or parts.path.startswith("//")
+    if is_odd or any(name in ("", ".", "..") for name in names):
+        plain = "/".join(name for name in names if name not in ("", ".", ".."))
+        raise UsageError(
+            f"{url!r} is not the address of a folder in a bucket.",
+            hint=f"Write {parts.scheme}://{parts.netloc}/{plain}".rstrip("/") + ".",
+            path=url,
+        )
 
 
 def _defaults_of_s3(config: Mapping[str, Any], endpoint: str) -> dict[str, Any]:

@@ -397,8 +397,15 @@ class CloudStore(BucketStore):
         def explain(error: Exception, tries: int) -> CheckpointError:
             said = str(error)
             kind = said if isinstance(error, UnknownAnswerError) else type(error).__name__
-            name = self._name(key)
-            return typed_error(said, kind, operation=operation, name=name, key=key, tries=tries)
+            return typed_error(
+                said,
+                kind,
+                operation=operation,
+                name=self._name(key),
+                key=key,
+                endpoint=self._clients.endpoint,
+                tries=tries,
+            )
 
         answer = self._tries.run(request, explain, max_retries=max_retries, may_repeat=may_repeat)
         self._is_bucket_known = True

@@ -17,8 +17,10 @@ from weakref import WeakValueDictionary
 
 __all__ = ["Pace", "pace_of"]
 
-_FIRST_GAP_S = 0.05
-_LONGEST_GAP_S = 2.0
+_FIRST_GAP_S = 0.02
+_LONGEST_GAP_S = 0.1
+"""Services refuse thousands of requests a second; ten from each process of a large job are few."""
+
 _SHRINKS_TO = 0.8
 _RANDOM = secrets.SystemRandom()
 """Never the generators of the training, whose state is saved."""

@@ -81,7 +81,14 @@ _SAFE = "Earlier checkpoints are intact."
 
 
 def typed_error(
-    text: str, kind: str, *, operation: str, name: str, key: str, tries: int = 1
+    text: str,
+    kind: str,
+    *,
+    operation: str,
+    name: str,
+    key: str,
+    endpoint: str = "",
+    tries: int = 1,
 ) -> CheckpointError:
     """Return the error to raise.
 
@@ -91,6 +98,7 @@ def typed_error(
         operation: What was being done.
         name: The full address of the object.
         key: Its key.
+        endpoint: The address of the service, if it is not that of the provider.
         tries: How often it was tried, if the client does not say more.
     """
     code = _first(_CODE, text)
@@ -109,7 +117,8 @@ def typed_error(
     }
     is_refused = kind in ("PermissionDeniedError", "UnauthenticatedError")
     if code in _NO_BUCKET:
-        hint = "There is no such bucket; create it, or look at the address."
+        at = f" at {_without_user(endpoint)}" if endpoint else ""
+        hint = f"There is no such bucket{at}; create it, or look at the address."
         return StorageError(what, safe=_SAFE, hint=hint, **facts)
     if is_refused or code in _NO_ACCESS or status in (401, 403):
         hint = _HINTS.get(
@@ -163,6 +172,12 @@ def _kind(text: str, kind: str) -> str:
         if mark in text:
             return said
     return kind
+
+
+def _without_user(endpoint: str) -> str:
+    """Return an address without a name and a password in it."""
+    scheme, _, rest = endpoint.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:

@@ -181,7 +181,7 @@ def test_the_pace_is_bounded_and_comes_back(pace, time):
     for _ in range(50):
         pace.slow_down()
         time.now_s += 10
-    assert 0 < pace.gap_s <= 2
+    assert 0 < pace.gap_s <= 0.1
     for _ in range(30):
         pace.speed_up()
     assert pace.gap_s == 0
