@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         Preempted,
         RankFailedError,
         SaveFailedError,
+        StateChangedError,
         StorageError,
         UnsupportedStateError,
         UsageError,
@@ -132,6 +133,7 @@ __all__ = [
     "ScalingConfig",
     "Stage",
     "State",
+    "StateChangedError",
     "StorageError",
     "SyncReport",
     "Time",
@@ -166,7 +168,8 @@ _NAMES_OF_MODULES = {
     "errors": "AccessError CheckpointError DamagedError DeadlineError DuplicateNameError "
     "ExistsError FencedError FormatError InUseError IncompleteError LaunchFailedError "
     "MismatchError MissingError NewerFormatError NoSpaceError NodeLostError NonFiniteLossError "
-    "Preempted RankFailedError SaveFailedError StorageError UnsupportedStateError UsageError",
+    "Preempted RankFailedError SaveFailedError StateChangedError StorageError "
+    "UnsupportedStateError UsageError",
     "format.tree": "register_codec",
     "consolidating": "consolidate",
     "importing": "import_checkpoint",

@@ -43,6 +43,7 @@ from .ranks.timed import TimedTogether
 from .resumption import Resumption
 from .runs.keep import KeepPolicy
 from .saves import Saves
+from .staging import CopyCheck, Staging
 from .state.batch_in_hand import BatchInHand, num_samples
 from .state.dealt_loader import resumable
 from .state.loader import ResumableLoader
@@ -100,6 +101,11 @@ class Checkpointer:
         load_chunk_bytes: For a run in an object store: how much one request of a resume asks for, a
             block of 8 MiB at least; eight are on their way at a time, of 128 MiB at most.
         load_progress_bar: Whether to show how far such a download has come.
+        staging: When the state is copied: ``"eager"``, before a save returns; ``"overlap"``, what
+            optimizers own while the next forward and backward pass run, and all else before the
+            save returns; ``"auto"``, the latter for saves between two batches of :meth:`batches`.
+        copy_check: How what is copied while training goes on is watched: by its version counters
+            and ``"sample"``, some bytes of each tensor, ``"full"``, all bytes, or ``"none"``.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
             ``state_dict`` and ``load_state_dict``, a :class:`Value`, a :class:`PerRank`, a
             :class:`Stage`, or a dict of such.
@@ -134,6 +140,8 @@ class Checkpointer:
         local_cache: str | os.PathLike[str] | None = None,
         load_chunk_bytes: int = 0,
         load_progress_bar: bool = False,
+        staging: Staging = "auto",
+        copy_check: CopyCheck = "sample",
         **objects: Any,
     ) -> None:
         options = WriterOptions(
@@ -149,6 +157,8 @@ class Checkpointer:
             share_timeout_s=share_timeout_s,
             rank_check=rank_check,
             local_cache=local_cache,
+            staging=staging,
+            copy_check=copy_check,
         )
         place = settled(folder)
         self.folder = place if isinstance(place, str) else place.url
@@ -203,6 +213,8 @@ class Checkpointer:
             UsageError: An object that cannot be tracked.
             MismatchError: The stored state does not fit it.
         """
+        if self._is_open:
+            self._saves.wait_until_copied()  # what is restored now must not end in the last save
         for name, target in objects.items():
             try:
                 self._tracked.add(name, self._trackable(name, target))
@@ -292,6 +304,7 @@ class Checkpointer:
         if not self._is_open:
             return
         try:
+            self._saves.wait_until_copied(timeout_s)
             self._writer.wait(timeout_s, is_end=True)
         finally:
             self._is_open = False
@@ -440,12 +453,15 @@ class Checkpointer:
         own = self._loaders[id(loader)]
         self._saves.iterated, self._is_rolled_back = own, False
         own.set_epoch(self.timer.epoch)
-        for batch in own.iterate(self.take_rng()):
-            self._hand.take(own, own.of_all_ranks(num_samples(batch)))
-            yield batch
-            if self._is_rolled_back:
-                return
-            self._put_down()
+        try:
+            for batch in own.iterate(self.take_rng()):
+                self._hand.take(own, own.of_all_ranks(num_samples(batch)))
+                yield batch
+                if self._is_rolled_back:
+                    return
+                self._put_down()
+        finally:
+            self._saves.wait_until_copied()  # what comes after the loop may write to anything
         if own.position == 0:
             raise UsageError(
                 "The loader yielded no batch.",
@@ -465,6 +481,10 @@ class Checkpointer:
         Raises:
             Preempted: A signal asked us to end; the state is saved.
         """
+        self._count(num_samples, num_tokens, is_step_next=False)
+
+    def _count(self, num_samples: int, num_tokens: int, *, is_step_next: bool) -> None:
+        """Count one batch; see :meth:`step`."""
         if self._saves.iterated is None:
             self._saves.note_own_steps()
         self.take_rng()  # that of the resumed checkpoint is history now
@@ -478,14 +498,14 @@ class Checkpointer:
             due = self._schedule.due("batch", counters, self, "batch")
             name = name if due is None else due.name
             if name is not None:
-                self.save(name, reason="interval", is_natural=True)
+                self.save(name, reason="interval", is_natural=True, is_step_next=is_step_next)
         self.stop_if_asked()
 
     def _put_down(self) -> None:
         """Count the batch in hand, which the body is done with."""
         count = self._hand.num_samples
         self._hand.put_down()
-        self.step(num_samples=count or 0)
+        self._count(count or 0, 0, is_step_next=True)
 
     def stop_if_asked(self) -> None:
         """Save and end the process if a signal asked for it.
@@ -515,7 +535,7 @@ class Checkpointer:
 
     # -- saving --------------------------------------------------------------------------------
 
-    def save(
+    def save(  # noqa: PLR0913 - one for each thing that differs, all by keyword
         self,
         name: str | None = None,
         *,
@@ -526,6 +546,7 @@ class Checkpointer:
         wait: bool = False,
         rng: Mapping[str, Any] | None = None,
         is_natural: bool = False,
+        is_step_next: bool = False,
     ) -> PendingSave[Checkpoint]:
         """Save the state of everything tracked.
 
@@ -543,6 +564,8 @@ class Checkpointer:
             rng: State of the random generators to store in place of the present one.
             is_natural: Whether ``name`` comes from the progress, so that ``save_name_format``
                 applies.
+            is_step_next: Whether nothing will write to parameters, or to what optimizers keep,
+                before an optimizer steps: with ``staging="auto"`` they are then copied meanwhile.
 
         Returns:
             The save on its way.
@@ -565,6 +588,7 @@ class Checkpointer:
             wait=wait,
             rng=rng,
             is_natural=is_natural,
+            is_step_next=is_step_next,
         )
         if self._signals is not None and self._signals.is_unheeded:
             self.stop_if_asked()
@@ -657,6 +681,7 @@ class Checkpointer:
         """Load only the weights of a model; see ``Checkpoint.load_weights``."""
         from .state.model import load_weights
 
+        self._saves.wait_until_copied()
         found = self._resumption.find(source, trust=trust)
         return load_weights(found, item, model, strict=strict)
 

@@ -23,6 +23,7 @@ match on the class or on ``kind`` (a stable code that is never renamed), never o
       MismatchError (ValueError)           a checkpoint does not fit the objects it is loaded into
       NonFiniteLossError (ArithmeticError) the loss became NaN or infinite
       SaveFailedError                      several saves in a row failed
+      StateChangedError                    the state changed while it was being copied
       RankFailedError                      another rank failed, or the ranks do not agree
       NodeLostError                        a machine of a launch cannot be reached any more
       LaunchFailedError                    a worker failed, and no attempt is left
@@ -58,6 +59,7 @@ __all__ = [
     "Preempted",
     "RankFailedError",
     "SaveFailedError",
+    "StateChangedError",
     "StorageError",
     "UnsupportedStateError",
     "UsageError",
@@ -207,6 +209,12 @@ class SaveFailedError(CheckpointError):
     """More saves in a row failed than ``on_save_error`` allows. ``__cause__`` is the last one."""
 
     kind = "save_failed"
+
+
+class StateChangedError(CheckpointError):
+    """The state changed while it was being copied for a save. ``facts`` names the tensors."""
+
+    kind = "state_changed"
 
 
 class RankFailedError(CheckpointError):

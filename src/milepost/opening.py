@@ -37,6 +37,7 @@ from .runs.prune import sweep
 from .runs.scan import Found, RunView, State, scan
 from .runs.sessions import Origin, Session, ensure_run, open_session, read_run, record_origin
 from .runs.verify import newest_good
+from .staging import CopyCheck, Staging
 from .stores.base import Store
 from .stores.prefix import PrefixStore
 from .visible import check_compression
@@ -70,6 +71,11 @@ class WriterOptions:
         rank_check: Of several ranks: ``sample``, ``full`` or ``none``.
         local_cache: Folder on this machine for copies of the newest checkpoints of a run in an
             object store; ``None`` keeps none.
+        staging: ``eager`` copies the state before a save returns; ``overlap`` copies what
+            optimizers own while the next forward and backward pass run; ``auto`` does so where
+            nothing else can come between.
+        copy_check: How what is copied while training goes on is watched: ``sample``, ``full`` or
+            ``none``.
     """
 
     resume: Resume = "auto"
@@ -84,6 +90,8 @@ class WriterOptions:
     share_timeout_s: float = 1800.0
     rank_check: RankCheck = "sample"
     local_cache: str | os.PathLike[str] | None = None
+    staging: Staging = "auto"
+    copy_check: CopyCheck = "sample"
 
     def __post_init__(self) -> None:
         _require("resume", self.resume, ("never", "auto", "must"))
@@ -91,6 +99,8 @@ class WriterOptions:
         _require("sharding", self.sharding, ("auto", "consolidated"))
         _require("on_save_error", self.on_save_error, ("raise", "warn"))
         _require("rank_check", self.rank_check, ("sample", "full", "none"))
+        _require("staging", self.staging, ("auto", "overlap", "eager"))
+        _require("copy_check", self.copy_check, ("sample", "full", "none"))
         check_compression(self.save_compression, self.save_format)
         if self.max_failed_saves < 1:
             raise UsageError("max_failed_saves must be at least 1.")

@@ -108,7 +108,7 @@ class Saves:
         for name, value in metrics.items():
             self._metrics[name] = value.detach() if isinstance(value, Tensor) else value
 
-    def save(
+    def save(  # noqa: PLR0913 - one for each thing that differs, all by keyword
         self,
         name: str | None = None,
         *,
@@ -119,6 +119,7 @@ class Saves:
         wait: bool = False,
         rng: Mapping[str, Any] | None = None,
         is_natural: bool = False,
+        is_step_next: bool = False,
     ) -> PendingSave[Checkpoint]:
         """Save the state of everything tracked; see ``Checkpointer.save``."""
         self._resumption.settle()
@@ -140,7 +141,13 @@ class Saves:
                 notes=(*self._exactness_notes(), *notes),
                 interval={} if self.pacing is None else self.pacing.record,
             )
-            pending = self._begin(request, rng=rng or before)
+            is_waited_for = wait or not self._is_async
+            pending = self._begin(
+                request,
+                rng=rng or before,
+                may_be_late=not is_waited_for
+                and self._writer.may_copy_late(is_step_next=is_step_next),
+            )
             self.saved_at, self._saved = self._point(), pending
         if wait:
             pending.wait()
@@ -234,16 +241,23 @@ class Saves:
         *,
         rng: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
+        may_be_late: bool = False,
     ) -> PendingSave[Checkpoint]:
         started_s = time.perf_counter()
         try:
             items = self._capture(rng=rng, extra=extra or {})
+            owned = self._tracked.owned() if may_be_late else None
         except BaseException as error:
             self._writer.fail(request.name, error)
             raise
         capture_s = time.perf_counter() - started_s
-        self.last = self._writer.save(items, request, capture_s=capture_s)
+        self.last = self._writer.save(items, request, owned=owned, capture_s=capture_s)
         return self.last
+
+    def wait_until_copied(self, timeout_s: float | None = None) -> None:
+        """Wait until the state may be changed by anything; how the copy went is told elsewhere."""
+        if self.last is not None:
+            self.last.wait_until_copied(timeout_s)
 
     def _capture(
         self, *, rng: Mapping[str, Any] | None, extra: Mapping[str, Any]

@@ -16,7 +16,14 @@ from .copies.cached import CachedStore
 from .copies.kept import KeptCopies, check_remote
 from .engine.pending import PendingSave
 from .engine.save import Saver, SaveRequest
-from .errors import CheckpointError, FencedError, InUseError, SaveFailedError, UsageError
+from .errors import (
+    CheckpointError,
+    FencedError,
+    InUseError,
+    SaveFailedError,
+    StateChangedError,
+    UsageError,
+)
 from .exit_check import unwatch, watch
 from .format.layout import HIDDEN
 from .format.manifest import Manifest
@@ -30,6 +37,7 @@ from .runs.prune import decide, delete_checkpoint, prune
 from .runs.publish import point_latest
 from .runs.scan import State, read_manifest, scan
 from .runs.sessions import Session
+from .state.owned import Owned
 from .stores.base import Store
 from .stores.prefix import PrefixStore
 from .stores.url import open_store
@@ -78,6 +86,7 @@ class RunWriter:
         self._manifests = ManifestCache()
         self._num_failed = 0
         self._only_warned: tuple[str, BaseException] | None = None
+        self._is_wary = False
 
     @property
     def run(self) -> Run:
@@ -158,6 +167,7 @@ class RunWriter:
             sharding=self.options.sharding,
             deadlines=self.options.deadlines,
             rank_check=self.options.rank_check,
+            copy_check=self.options.copy_check,
         )
         if self.options.save_format == "torch" and self.team.rank == 0:
             newest = scan(self.store, self._manifests).latest()
@@ -172,6 +182,8 @@ class RunWriter:
             self._leave()
             if self._cached is not None:
                 self._cached.close()
+        if self._saver is not None:
+            self._saver.close()
         self._saver = None  # it refers back to us, and holds memory of the size of the state
 
     def _tell_source(self, cached: CachedStore) -> None:
@@ -187,14 +199,32 @@ class RunWriter:
     def _leave(self) -> None:
         self.team.leave(timeout_s=min(_LEAVE_TIMEOUT_S, self.options.rank_timeout_s))
 
+    def may_copy_late(self, *, is_step_next: bool) -> bool:
+        """Return whether what optimizers own may be copied after a save has returned.
+
+        Args:
+            is_step_next: Whether nothing can come between the save and the next step of an
+                optimizer but a forward and a backward pass.
+        """
+        if self.options.staging == "auto":
+            is_alone = self.team.world_size == 1
+            return is_step_next and is_alone and not self._is_wary
+        return self.options.staging == "overlap"
+
     def save(
-        self, items: Sequence[PackedItem], request: SaveRequest, *, capture_s: float = 0.0
+        self,
+        items: Sequence[PackedItem],
+        request: SaveRequest,
+        *,
+        owned: Owned | None = None,
+        capture_s: float = 0.0,
     ) -> PendingSave[Checkpoint]:
         """Save a state; see ``Saver.save``. Errors of earlier saves come out here."""
         if self._saver is None:
             raise UsageError("The run is not open.", hint="Use it in a with block, or call open().")
         self.settle()
-        pending = self._saver.save(items, request, capture_s=capture_s)
+        owned = None if self._is_wary else owned
+        pending = self._saver.save(items, request, owned=owned, capture_s=capture_s)
         self._unsettled.append(pending)
         if self.team.rank == 0:
             pending.when_done(partial(_log_cost, pending))
@@ -225,6 +255,9 @@ class RunWriter:
                 self._note_end(pending)
                 continue
             pending.exception()
+            if self.options.staging == "auto" and isinstance(error, StateChangedError):
+                self._be_wary(pending.name, error)
+                continue
             self._num_failed += 1
             self._only_warned = None
             is_fatal = self.options.on_save_error == "raise" or isinstance(error, FencedError)
@@ -238,6 +271,16 @@ class RunWriter:
         if first is not None:
             self._only_warned = None
             raise first
+
+    def _be_wary(self, name: str, error: StateChangedError) -> None:
+        """Copy at once from now on: something writes to the state where nothing should."""
+        self._is_wary, self._only_warned = True, (name, error)
+        _log.warning(
+            "The save of %s failed, and from now on the whole state is copied before a save "
+            "returns: %s",
+            name,
+            error,
+        )
 
     def wait(self, timeout_s: float | None = None, *, is_end: bool = False) -> None:
         """Wait for the save in flight and act on how it ended.

@@ -80,10 +80,10 @@ def test_a_save_after_an_interrupted_copy_holds_the_present_values(
     teacher.weight.data.fill_(7.0)
     stage_part = Stager._stage_part
 
-    def interrupted(self: Stager, part: Any, sources: Any) -> Any:
+    def interrupted(self: Stager, part: Any, *more: Any) -> Any:
         if part.item == "student":
             raise KeyboardInterrupt
-        return stage_part(self, part, sources)
+        return stage_part(self, part, *more)
 
     monkeypatch.setattr(Stager, "_stage_part", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -32,6 +32,7 @@ TREE = {
     "MismatchError": ("mismatch", (errors.CheckpointError, ValueError)),
     "NonFiniteLossError": ("non_finite_loss", (errors.CheckpointError, ArithmeticError)),
     "SaveFailedError": ("save_failed", (errors.CheckpointError,)),
+    "StateChangedError": ("state_changed", (errors.CheckpointError,)),
     "RankFailedError": ("rank_failed", (errors.CheckpointError,)),
     "NodeLostError": ("node_lost", (errors.CheckpointError,)),
     "LaunchFailedError": ("launch_failed", (errors.CheckpointError,)),

@@ -8,7 +8,9 @@ times the copy that follows. It is private memory: nothing of it is left behind 
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ class Arena:
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
         self._bytes: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._array = self._bytes.numpy()
         self.generation = 0
         """Grows whenever the memory was replaced, so that what it held is gone."""
 
@@ -44,17 +47,23 @@ class Arena:
             return False
         # Let go of the old memory first: a growing state must not need both at once.
         self._bytes, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
+        self._array = self._bytes.numpy()
         size = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         self._map = page_memory(size)
         advise(self._map, getattr(mmap, "MADV_HUGEPAGE", None))
         advise(self._map, _MADV_POPULATE_WRITE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._array = self._bytes.numpy()
         self.generation += 1
         return True
 
     def tensor(self, start: int, stop: int) -> Tensor:
         """Return a range of the memory as bytes: [stop - start], uint8."""
         return self._bytes[start:stop]
+
+    def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return a range of the memory as an array of bytes: [stop - start], uint8."""
+        return self._array[start:stop]
 
     def view(self, start: int, stop: int) -> memoryview:
         """Return a range of the memory for reading and writing."""

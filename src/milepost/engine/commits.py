@@ -32,6 +32,7 @@ from ..tensors.unpack import unpack_item
 from ..version import __version__
 from ..visible import SUFFIXES
 from .arena import Arena
+from .copying import Copy
 from .documents import TreeTexts, documents, layout_state, places
 from .gathered import Gathered, describe, gathered, serve
 from .joining import join_trees
@@ -39,7 +40,7 @@ from .links import Links
 from .single import check_plain, encode_single
 from .stage import StagedPart
 from .together import Share, agree
-from .write import FileJob, WriteCost, file_job, write_files
+from .write import FileJob, WriteCost, copied_job, file_job, write_files
 
 __all__ = ["Committer", "SaveRequest", "Work"]
 
@@ -77,6 +78,7 @@ class Work:
         request: What the checkpoint says about itself.
         attempt: Number of the attempt.
         staged: What lies in the arena.
+        copy: How far it has come to lie there; ``None``: all of it does.
         trees: The tree of each item.
         stats: What the save cost so far; more is added.
         layout: ``milepost`` or ``torch``.
@@ -89,6 +91,7 @@ class Work:
     request: SaveRequest
     attempt: int
     staged: Sequence[StagedPart] = ()
+    copy: Copy | None = None
     trees: Mapping[str, Any] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
     layout: str
@@ -96,6 +99,27 @@ class Work:
     share: Share | None = None
     is_joined: bool = False
     began_s: float = field(default_factory=time.perf_counter)
+
+    def require_copy(self, start_bytes: int = 0, num_bytes: int | None = None) -> None:
+        """Wait until everything is in the arena, or a part of it.
+
+        Args:
+            start_bytes: Where the part begins.
+            num_bytes: How much of it must be there; ``None``: all of the state.
+        """
+        if self.copy is not None:
+            self.copy.require(None if num_bytes is None else start_bytes + num_bytes)
+
+    def confirm_copy(self) -> None:
+        """Make sure that what was copied late is the state at the moment of the save.
+
+        Raises:
+            StateChangedError: It is not.
+        """
+        if self.copy is not None:
+            self.copy.confirm()
+            self.stats["copy_s"] = self.copy.copy_s
+            self.stats["barrier_s"] = self.copy.waited_s
 
 
 class Committer:
@@ -185,10 +209,7 @@ class Committer:
                 mine = held
 
                 def write() -> dict[str, Any]:
-                    if work.is_joined:
-                        entries = self._write_joined(mine, work, desk, address)
-                    else:
-                        entries = self._write_share(mine, work)
+                    entries = self._write_part_of(mine, work, desk, address)
                     mine_written.extend(entry.path for entry in entries)
                     work.stats["write_s"] = time.perf_counter() - started_s
                     files = [entry.to_json() for entry in entries]
@@ -238,6 +259,18 @@ class Committer:
 
         found = team.lead("claim a folder", hold, timeout_s=self._deadlines.write_s)
         return Claim(**found["claim"]), found["desk"]
+
+    def _write_part_of(
+        self, held: Claim, work: Work, desk: Desk | None, address: Any
+    ) -> list[FileEntry]:
+        """Write what this rank has to write of a checkpoint."""
+        if work.is_joined:
+            work.require_copy()
+            entries = self._write_joined(held, work, desk, address)
+        else:
+            entries = self._write_share(held, work)
+        work.confirm_copy()
+        return entries
 
     def _write_share(self, held: Claim, work: Work) -> list[FileEntry]:
         """Write the parts of this rank and the table of what is in them; the leader, the trees."""
@@ -318,11 +351,13 @@ class Committer:
     def _write(self, held: Claim, work: Work) -> Manifest:
         started_s = time.perf_counter()
         if work.layout == "torch":
+            work.require_copy()
             entries = self._write_single(held, work)
         else:
             texts = documents(work.trees, work.staged, texts=self._texts)
             entries = self._write_parts(held, work, work.staged, texts)
         work.stats["write_s"] = time.perf_counter() - started_s
+        work.confirm_copy()
         return self._manifest(held, work, entries, 1, work.stats)
 
     def _manifest(
@@ -374,7 +409,8 @@ class Committer:
                 continue
             plan = part.plan
             data = self._arena.view(plan.arena_start, plan.arena_stop)
-            jobs.append(file_job(f"{held.folder}/{plan.file}", plan.file, data))
+            key, wait = f"{held.folder}/{plan.file}", partial(work.require_copy, plan.arena_start)
+            jobs.append(copied_job(key, plan.file, data, wait=wait))
         for path, text in texts.items():
             jobs.append(file_job(f"{held.folder}/{path}", path, _aligned(text)))
         return self._write_files(work, jobs, linked)

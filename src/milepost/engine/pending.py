@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import DeadlineError
 
@@ -13,19 +13,30 @@ __all__ = ["PendingSave"]
 T = TypeVar("T")
 
 
+class _Copy(Protocol):
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait for the end; see ``copying.py``."""
+
+
 class PendingSave(Generic[T]):
     """The handle of a save that is being written in the background.
 
-    The state was copied before the handle was returned, so training may go on. The checkpoint is
-    committed once :meth:`wait` returns.
+    The state was copied before the handle was returned, or goes on to be copied while the next
+    forward and backward pass run: training may go on. The checkpoint is committed once :meth:`wait`
+    returns.
+
+    Args:
+        name: Wanted name.
+        copy: What is still being copied, if anything.
 
     Attributes:
         name: Name of the checkpoint. It gets a suffix when its folder was taken.
         stats: Bytes and seconds of the save, complete once it is done.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, copy: _Copy | None = None) -> None:
         self.name = name
+        self._copy = copy
         self.stats: Mapping[str, Any] = {}
         self.was_reported = False
         self._done = threading.Event()
@@ -63,6 +74,21 @@ class PendingSave(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
+
+    def wait_until_copied(self, timeout_s: float | None = None) -> None:
+        """Wait until the state may be changed by anything, not by the step of an optimizer only.
+
+        Needed only with ``staging="overlap"``, before something else writes to parameters or to
+        what optimizers keep. How the copy went is told by the save.
+
+        Args:
+            timeout_s: How long to wait, in seconds; ``None`` waits for as long as it takes.
+
+        Raises:
+            DeadlineError: It was not copied in time.
+        """
+        if self._copy is not None:
+            self._copy.settle(timeout_s)
 
     @property
     def has_failed(self) -> bool:

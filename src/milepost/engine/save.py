@@ -2,10 +2,15 @@
 
     caller's thread                       background thread
     wait for the save before              claim a folder
-    plan (used again while it fits)       write the parts, checksummed
-    stage: one copy into the arena   ->   write the index
-    return a PendingSave                  publish the manifest
+    plan (used again while it fits)       wait for what is copied late
+    stage: one copy into the arena   ->   write the parts, checksummed
+    return a PendingSave                  write the index
+                                          make sure that nobody changed what was copied late
+                                          publish the manifest
                                           after the commit: pointers, retention
+
+What optimizers own may be copied by a thread of its own while training goes on; an optimizer that
+is about to step waits for it: see ``copying.py`` and ``barrier.py``.
 
 There is one arena and so at most one save in flight; a save that is due while another is being
 written waits for it. The thread that writes is no daemon: a process that ends waits for its save.
@@ -27,10 +32,14 @@ from ..errors import DeadlineError, FencedError, UsageError
 from ..format.manifest import Manifest
 from ..ranks.solo import Deadlines, RankCheck, Team
 from ..runs.sessions import Session
+from ..staging import CopyCheck
+from ..state.owned import Owned
 from ..stores.base import Store
 from ..tensors.pack import PackedItem
 from .arena import Arena
+from .barrier import Barrier
 from .commits import Committer, SaveRequest, Work
+from .copying import Copy
 from .links import Links
 from .pending import PendingSave
 from .plan import Plan, make_plan
@@ -61,6 +70,7 @@ class Saver(Generic[T]):
             leader writes whole tensors.
         deadlines: How long ranks wait for each other.
         rank_check: How ranks are compared that should have the same; see ``sameness.py``.
+        copy_check: How what is copied late is watched until it is; see ``copying.py``.
         clock: Returns the seconds since 1970.
     """
 
@@ -77,6 +87,7 @@ class Saver(Generic[T]):
         sharding: str = "auto",
         deadlines: Deadlines | None = None,
         rank_check: RankCheck = "sample",
+        copy_check: CopyCheck = "sample",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._team = None if team is None or team.world_size == 1 else team.for_thread("save")
@@ -87,6 +98,8 @@ class Saver(Generic[T]):
         self.session = session
         self._layout = layout
         self._on_commit = on_commit
+        self._copy_check: CopyCheck = copy_check
+        self._barrier = Barrier()
         arena = Arena()
         self._stager = Stager(arena)
         self._links = Links(store, is_wanted=link_unchanged)
@@ -113,7 +126,12 @@ class Saver(Generic[T]):
         return current if current is not None and not current.done() else None
 
     def save(
-        self, items: Sequence[PackedItem], request: SaveRequest, *, capture_s: float = 0.0
+        self,
+        items: Sequence[PackedItem],
+        request: SaveRequest,
+        *,
+        owned: Owned | None = None,
+        capture_s: float = 0.0,
     ) -> PendingSave[T]:
         """Copy a state and write it in the background.
 
@@ -121,6 +139,8 @@ class Saver(Generic[T]):
             items: The state, with live tensors. They may change once this returns.
             request: What the checkpoint says about itself.
             capture_s: The seconds it took to collect the state.
+            owned: What of the state may be copied while the training goes on, until an optimizer
+                is about to step; ``None``: nothing.
 
         Raises:
             FencedError: A newer session owns the run.
@@ -140,7 +160,10 @@ class Saver(Generic[T]):
         planned_s = time.perf_counter() - started_s - waited_s
         marks = self._marks(whole, request.name)
         marked_s = time.perf_counter() - started_s - waited_s - planned_s
-        staged = self._stage(self._plan, items)
+        staged, copy = self._stage(self._plan, items, owned)
+        if copy.is_late and owned is not None:
+            self._barrier.hold(copy, owned.modules)
+        copy.start()
         staged_s = time.perf_counter() - started_s
         unchanged = sum(part.plan.size_bytes for part in staged if part.is_unchanged)
         stats = {
@@ -152,6 +175,7 @@ class Saver(Generic[T]):
             "mark_s": marked_s,
             "stage_s": staged_s - waited_s - planned_s - marked_s,
             "blocking_s": capture_s + staged_s,
+            "late_bytes": copy.num_bytes,
         }
         share = None
         if self._team is not None:
@@ -160,12 +184,17 @@ class Saver(Generic[T]):
         return self._begin(
             request,
             staged=staged,
+            copy=copy,
             trees={item.name: item.tree for item in items},
             stats=stats,
             layout=layout,
             share=share,
             is_joined=is_joined,
         )
+
+    def close(self) -> None:
+        """Wait for what is being copied; a save that is being written goes on."""
+        self._barrier.leave()
 
     def _require_may_save(self) -> None:
         if os.getpid() != self._pid:
@@ -177,10 +206,12 @@ class Saver(Generic[T]):
         if self._fenced is not None:
             raise self._fenced
 
-    def _stage(self, plan: Plan, items: Sequence[PackedItem]) -> list[StagedPart]:
+    def _stage(
+        self, plan: Plan, items: Sequence[PackedItem], owned: Owned | None
+    ) -> tuple[list[StagedPart], Copy]:
         """Copy the state into the arena, and note what earlier checkpoints have otherwise."""
         try:
-            staged = self._stager.stage(plan, items)
+            staged, copy = self._stager.stage(plan, items, owned=owned, check=self._copy_check)
         except BaseException:
             # What the arena holds now belongs to no checkpoint: nothing may be linked for it.
             self._stager.forget()
@@ -189,7 +220,7 @@ class Saver(Generic[T]):
         for part in staged:
             if not part.is_unchanged:
                 self._links.forget(part.plan.file)
-        return staged
+        return staged, copy
 
     def _marks(self, whole: Sequence[PackedItem], name: str) -> Marks:
         """Take checksums of what this rank shares with others."""
@@ -246,7 +277,7 @@ class Saver(Generic[T]):
     def _begin(self, request: SaveRequest, **given: Any) -> PendingSave[T]:
         """Hand a save over to a thread of its own."""
         self._attempt += 1
-        pending = self._current = PendingSave[T](request.name)
+        pending = self._current = PendingSave[T](request.name, copy=given.get("copy"))
 
         def name(folder: str) -> None:
             pending.name = folder

@@ -1,23 +1,33 @@
 """Staging: one copy of the state from live memory into the arena.
 
-When :meth:`Stager.stage` returns, the caller may change every tensor. Views of the arena are made
-once for a plan; the copy itself is one call for a part, however many tensors it has, and releases
-the interpreter lock.
+When :meth:`Stager.stage` returns, the caller may change every tensor but those that are to be
+copied late: see ``copying.py``. Views of the arena are made once for a plan. Large tensors on the
+host are copied one by one by the plain memory copy of the system, which does not wait for a team of
+threads; all others in one call for a part, however many there are. Both release the interpreter
+lock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..staging import CopyCheck
+from ..state.owned import Owned
 from ..tensors.pack import PackedItem
 from .arena import Arena
+from .copying import Copy, LateTensor
 from .plan import PartPlan, Plan
 
 __all__ = ["StagedPart", "Stager"]
+
+_LARGE_BYTES = 64 * 1024
+"""From this size on a tensor is copied by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +55,47 @@ class Stager:
         self._plan: Plan | None = None
         self._views: dict[str, list[Tensor]] = {}
         self._held: set[str] = set()
+        self._num_stagings = 0
 
-    def stage(self, plan: Plan, items: Sequence[PackedItem]) -> list[StagedPart]:
+    def stage(
+        self,
+        plan: Plan,
+        items: Sequence[PackedItem],
+        *,
+        owned: Owned | None = None,
+        check: CopyCheck = "sample",
+    ) -> tuple[list[StagedPart], Copy]:
         """Copy the state.
 
         Args:
             plan: Its layout.
             items: The state, with live tensors.
+            owned: What may be copied later; ``None``: nothing.
+            check: How that is watched until it is copied.
 
         Returns:
-            The parts in the order of the plan. Frozen parts are compared with what the arena holds
-            of them, byte for byte, and only copied when they differ.
+            The parts in the order of the plan, and what is left to copy. Frozen parts are compared
+            with what the arena holds of them, byte for byte, and only copied when they differ.
         """
+        self._num_stagings += 1
         replaced = self.arena.reserve(plan.arena_bytes)
         if replaced or plan is not self._plan:
             self._lay_out(plan)
         by_name = {item.name: item for item in items}
         staged = []
+        late: list[LateTensor] = []
         with torch.no_grad():
             for part in plan.parts:
                 tensors = by_name[part.item].tensors
                 sources = [tensors[index] for index in part.leaves]
-                staged.append(self._stage_part(part, sources))
+                is_late = [
+                    owned is not None and not part.is_frozen and _is_plain(one) and one in owned
+                    for one in sources
+                ]
+                late += self._note_late(part, sources, is_late, check)
+                staged.append(self._stage_part(part, sources, is_late))
         _synchronize(items)
-        return staged
+        return staged, Copy(late, end_bytes=plan.arena_bytes)
 
     def forget(self) -> None:
         """Treat every frozen part as changed at the next staging."""
@@ -96,7 +123,29 @@ class Stager:
             self._views[part.file] = views
         return views
 
-    def _stage_part(self, part: PartPlan, sources: list[Tensor]) -> StagedPart:
+    def _note_late(
+        self, part: PartPlan, sources: list[Tensor], is_late: list[bool], check: CopyCheck
+    ) -> list[LateTensor]:
+        """Note what those tensors are like that are copied later."""
+        found = []
+        for entry, source, late in zip(part.tensors, sources, is_late, strict=True):
+            if late:
+                start, stop = part.arena_start + entry.start, part.arena_start + entry.stop
+                place = self.arena.array(start, stop)
+                name = f"{part.item}/{entry.key}"
+                found.append(
+                    LateTensor.of(
+                        name,
+                        source,
+                        place=place,
+                        start_bytes=start,
+                        check=check,
+                        shift=self._num_stagings,
+                    )
+                )
+        return found
+
+    def _stage_part(self, part: PartPlan, sources: list[Tensor], is_late: list[bool]) -> StagedPart:
         destinations = self._destinations(part, sources)
         if part.is_frozen and part.file in self._held:
             changed = [
@@ -107,10 +156,29 @@ class Stager:
             for destination, source in changed:
                 destination.copy_(source)
             return StagedPart(part, is_unchanged=not changed)
-        torch._foreach_copy_(destinations, sources, non_blocking=True)
+        small: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for destination, source, late in zip(destinations, sources, is_late, strict=True):
+            if late:
+                continue
+            if source.nbytes >= _LARGE_BYTES and _is_plain(source):
+                np.copyto(_bytes(destination), _bytes(source))
+            else:
+                small[0].append(destination)
+                small[1].append(source)
+        if small[0]:
+            torch._foreach_copy_(*small, non_blocking=True)
         if part.is_frozen:
             self._held.add(part.file)
         return StagedPart(part, is_unchanged=False)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the bytes of a tensor lie in the host's memory as they do in a part."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _same_bytes(first: Tensor, second: Tensor) -> bool:

@@ -9,40 +9,23 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import overload
 
 from ..format.digest import BLOCK_BYTES, block_count
 from ..format.header import StoredTensor
 from ..stores.pages import page_memory
-from .write import FileJob
+from .write import SizedJob
 
-__all__ = ["Fill", "StreamJob", "part_job"]
+__all__ = ["Fill", "part_job"]
 
 Fill = Callable[[int, memoryview], None]
 """``fill(start, view)`` fills a view with the bytes of something from ``start`` on. It is called in
 several threads, for ranges in about their order, each once."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamJob(FileJob):
-    """A file to write whose bytes are made on demand.
-
-    Attributes:
-        num_bytes: The size of the file.
-    """
-
-    num_bytes: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the size of the file."""
-        return self.num_bytes
-
-
 def part_job(
     key: str, path: str, *, header: bytes, tensors: Sequence[StoredTensor], fills: Sequence[Fill]
-) -> StreamJob:
+) -> SizedJob:
     """Return the job of writing a part.
 
     Args:
@@ -68,7 +51,7 @@ def part_job(
             if low < high:
                 fills[index](low - entry.start, view[low - start : high - start])
 
-    return StreamJob(key, path, _Blocks(fill, size), size)
+    return SizedJob(key, path, _Blocks(fill, size), size)
 
 
 class _Blocks(Sequence[memoryview]):

@@ -19,7 +19,8 @@ import numpy as np
 from ..format.header import ITEM_SIZES, StoredTensor, encode_header
 from ..tensors.boxes import Box
 from .pieces import StoredWhole, cuts
-from .stream import Fill, StreamJob, part_job
+from .stream import Fill, part_job
+from .write import SizedJob
 
 __all__ = ["Blocks", "CachedBlocks", "JoinedPart", "boxes_of_range", "plan_joined", "whole_fill"]
 
@@ -189,7 +190,7 @@ class JoinedPart:
             for entry in self.tensors
         ]
 
-    def job(self, key: str, table: Mapping[str, StoredWhole], blocks: Blocks) -> StreamJob:
+    def job(self, key: str, table: Mapping[str, StoredWhole], blocks: Blocks) -> SizedJob:
         """Return the job of writing it.
 
         Args:

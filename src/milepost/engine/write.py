@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, overload
 
 from ..format.digest import BLOCK_BYTES, block_count, crc32c
 from ..format.manifest import FileEntry
 from ..stores.base import LastingWriter, Store, Writer
 
-__all__ = ["FileJob", "Job", "WriteCost", "file_job", "write_files"]
+__all__ = ["FileJob", "Job", "SizedJob", "WriteCost", "copied_job", "file_job", "write_files"]
 
 NUM_THREADS = 2
 
@@ -73,6 +73,22 @@ class FileJob:
         return sum(len(block) for block in self.blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class SizedJob(FileJob):
+    """A file to write whose blocks are not there yet.
+
+    Attributes:
+        num_bytes: The size of the file.
+    """
+
+    num_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the file."""
+        return self.num_bytes
+
+
 @dataclass(slots=True)
 class WriteCost:
     """What writing files has cost, beside the bytes.
@@ -89,6 +105,46 @@ def file_job(key: str, path: str, data: memoryview) -> FileJob:
     starts = range(0, len(data), BLOCK_BYTES)
     blocks = [data[start : start + BLOCK_BYTES] for start in starts]
     return FileJob(key, path, blocks, is_lasting=True)
+
+
+def copied_job(key: str, path: str, data: memoryview, *, wait: Callable[[int], None]) -> SizedJob:
+    """Return the job of writing a range of memory that is still being filled from its start on.
+
+    Args:
+        key: Its key in the store.
+        path: Its path in the checkpoint's folder.
+        data: The memory, which stays as it is once it is filled.
+        wait: Called with the place where a block ends, before it is written; returns when
+            everything below is there, or raises.
+    """
+    return SizedJob(key, path, _Awaited(data, wait), len(data), is_lasting=True)
+
+
+class _Awaited(Sequence[memoryview]):
+    """The blocks of memory that is being filled."""
+
+    def __init__(self, data: memoryview, wait: Callable[[int], None]) -> None:
+        self._data = data
+        self._wait = wait
+
+    def __len__(self) -> int:
+        return block_count(len(self._data))
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
+        if isinstance(index, slice):
+            raise TypeError("blocks are awaited one at a time")
+        start = index * BLOCK_BYTES
+        if not 0 <= start < len(self._data):
+            raise IndexError(index)
+        block = self._data[start : start + BLOCK_BYTES]
+        self._wait(start + len(block))
+        return block
 
 
 def write_files(

@@ -25,6 +25,7 @@ from .model import ModelPart
 from .names import ParameterNames
 from .objects import FromLeader, GroupPart, ObjectPart, PerRank, Stateful, Value, ValuePart
 from .optimizer import OptimizerPart
+from .owned import Owned, owned_by
 from .parts import Part
 from .report import LoadReport, restoring
 from .setup import apply_setup, capture_setup, members_of, setup_problems
@@ -171,6 +172,11 @@ class Tracked:
             members = part.members if isinstance(part, GroupPart) else {"": part}
             found.extend((name, m, p) for m, p in members.items() if isinstance(p, OptimizerPart))
         return found
+
+    def owned(self) -> Owned:
+        """Return what the tracked optimizers own at this moment."""
+        optimizers = [part.optimizer for _, _, part in self.optimizers()]
+        return owned_by(optimizers, self.models().values())
 
     def stray_note(self) -> str:
         """Return a warning about parameters that are optimized and not saved, or ``""``."""

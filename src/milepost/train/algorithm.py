@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..engine.barrier import wait_for_copies
 from .events import Event
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Algorithm:
     def run_event(self, event: Event, state: State) -> None:
         """Apply it, if it matches."""
         if self.match(event, state):
+            wait_for_copies()  # it may change what a save is still copying
             self.apply(event, state)
 
     def after_load(self, state: State) -> None:

@@ -309,6 +309,7 @@ class Saving:
             is_final=is_final,
             notes=(*self._loader.notes, *notes),
             is_natural=not is_named,
+            is_step_next=reason == "interval" and not is_final,
         )
         self._last, self._saved_at = pending, self._point
         self._saves.append(pending)

@@ -19,6 +19,7 @@ from ..progress.pacing import make_pacing
 from ..progress.schedule import is_auto
 from ..progress.time import Time
 from ..runs.keep import KeepPolicy
+from ..staging import CopyCheck, Staging
 from ..state.dealt_loader import resumable
 from ..stores.provider import ObjectStoreProviderHparams
 from .alarm import Alarm
@@ -104,6 +105,11 @@ class Trainer:
         max_failed_saves: With ``"warn"``: how many saves in a row may fail.
         local_cache: For a ``save_folder`` in an object store: a folder on this machine where copies
             of the newest two checkpoints are kept, so that a resume here need not download them.
+        staging: When the state is copied for a save: ``"eager"``, before training goes on;
+            ``"overlap"``, what optimizers own while the next forward and backward pass run;
+            ``"auto"``, the latter for saves that are made because they are due.
+        copy_check: How what is copied while training goes on is watched: by its version counters
+            and ``"sample"``, some bytes of each tensor, ``"full"``, all bytes, or ``"none"``.
         grace_s: Seconds within which the state must be safe after SIGTERM or SIGUSR1.
         resume: ``"never"``; ``"auto"``: from the newest checkpoint of the run, if there is one;
             ``"must"``: an error if there is none.
@@ -168,6 +174,8 @@ class Trainer:
         on_save_error: Literal["raise", "warn"] = "raise",
         max_failed_saves: int = 3,
         local_cache: str | os.PathLike[str] | None = None,
+        staging: Staging = "auto",
+        copy_check: CopyCheck = "sample",
         grace_s: float = 30.0,
         resume: Literal["never", "auto", "must"] = "never",
         load_path_format: Place | None = None,
@@ -255,6 +263,8 @@ class Trainer:
                 "load_chunk_bytes": load_chunk_size,
                 "load_progress_bar": load_progress_bar,
                 "rank_timeout_s": rank_timeout_s,
+                "staging": staging,
+                "copy_check": copy_check,
             },
         )
         self._session.load(

@@ -1,0 +1,134 @@
+"""What optimizers own: tensors that nothing but their steps should change.
+
+Parameters that are trained, and what the optimizers keep for them. They may be copied for a save
+while the next forward and backward pass run, which only read them. Everything else may change at
+any moment: buffers in a forward pass, averages in a callback, what another process shares.
+
+Left out are parameters of which a forward pass is known to write, and whatever lies on an
+accelerator, where an order between the copy and the kernels of the training would have to be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from ..tensors.boxes import is_sharded, local_tensor
+from .flattened import is_flattened, owners_in_groups
+from .zero import holder_of
+
+__all__ = ["MemoryKey", "Owned", "memory_key", "owned_by"]
+
+MemoryKey = tuple[int, int]
+"""Address and size of the memory of a tensor."""
+
+MIN_BYTES = 64 * 1024
+"""Smaller tensors are copied at once: that takes less than to keep an eye on them."""
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What optimizers own at this moment.
+
+    Attributes:
+        num_bytes: By memory: the bytes of each tensor.
+        modules: The models that have the parameters.
+        reason: Why something an optimizer has is not among it; empty if there is no reason.
+    """
+
+    num_bytes: dict[MemoryKey, int]
+    modules: tuple[nn.Module, ...]
+    reason: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes of all of it."""
+        return sum(self.num_bytes.values())
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one of those: this very memory."""
+        return memory_key(tensor) in self.num_bytes
+
+
+def memory_key(tensor: Tensor) -> MemoryKey:
+    """Return what tells the memory of a tensor from that of any other that lives now."""
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def owned_by(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> Owned:
+    """Find what optimizers own.
+
+    Args:
+        optimizers: The optimizers.
+        modules: The models that they train.
+    """
+    found: dict[MemoryKey, int] = {}
+    reasons: dict[str, None] = {}
+    models = tuple(modules)
+    excluded = {id(parameter) for model in models for parameter in _written_in_forward(model)}
+    if any(map(is_flattened, models)):
+        return Owned({}, models, "the parameters of a model are flattened")
+    for optimizer in optimizers:
+        reason = _not_ours(optimizer)
+        if reason:
+            reasons[reason] = None
+            continue
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.requires_grad or id(parameter) in excluded:
+                    continue
+                for tensor in (parameter, *_kept_for(optimizer, parameter)):
+                    memory = _memory(tensor)
+                    if memory is None:
+                        reasons["tensors of accelerators or unusual kinds are copied at once"] = (
+                            None
+                        )
+                    elif memory.nbytes >= MIN_BYTES:
+                        found[memory_key(memory)] = memory.nbytes
+    return Owned(found, models, "; ".join(reasons))
+
+
+def _not_ours(optimizer: Optimizer) -> str:
+    """Return why nothing is known of when an optimizer changes its tensors; else nothing."""
+    name = type(optimizer).__qualname__
+    if holder_of(optimizer) is not optimizer:
+        return f"{name} has another optimizer inside"
+    if not getattr(type(optimizer).step, "hooked", False):
+        return f"no hook can be placed before the steps of {name}"
+    before = [group["params"] for group in optimizer.param_groups]
+    with owners_in_groups(optimizer):
+        if any(a is not g["params"] for a, g in zip(before, optimizer.param_groups, strict=True)):
+            return f"the parameters of {name} are flattened"
+    return ""
+
+
+def _kept_for(optimizer: Optimizer, parameter: Tensor) -> Iterator[Tensor]:
+    kept = optimizer.state.get(parameter)
+    if isinstance(kept, dict):
+        yield from (value for value in kept.values() if isinstance(value, Tensor))
+
+
+def _memory(tensor: Tensor) -> Tensor | None:
+    """Return the plain host memory of a tensor, or ``None`` if it has no such."""
+    local = local_tensor(tensor) if is_sharded(tensor) else tensor
+    if type(local) not in _PLAIN or is_lazy(local) or local.is_inference():
+        return None
+    if local.device.type != "cpu" or local.is_quantized or local.is_conj() or local.is_neg():
+        return None
+    if local.layout is not torch.strided:
+        return None
+    return local
+
+
+def _written_in_forward(model: nn.Module) -> Iterator[Tensor]:
+    """Yield parameters that a forward pass is known to write to."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            yield module.weight  # renormalized where it is looked up
