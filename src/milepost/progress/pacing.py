@@ -16,6 +16,7 @@ When something is saved never changes what is trained.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,12 +27,18 @@ from .time import Time, TimeUnit
 
 __all__ = ["Pacing", "make_pacing"]
 
+_log = logging.getLogger("milepost")
+
 DEFAULT_BUDGET = 0.01
 """The share of the time that saves may take, where nothing else is said."""
 
 _FIRST_BATCHES = 10
 _SOON = 0.1
 """The second save follows the first in this part of the interval that the first suggests."""
+
+_STUCK_S = 30.0
+_STUCK = 10.0
+"""A save in flight for so many intervals, of at least so many seconds, is worth a warning."""
 
 _NEWS = 1.5
 """By which factor the interval must have changed to be told again."""
@@ -62,6 +69,7 @@ class Pacing:
         self._anchor_s = 0.0
         self._heard: bool | None = None
         self._told_s: float | None = None
+        self._stuck: Ending | None = None
 
     def learn(self, record: Mapping[str, Any]) -> None:
         """Begin with what an earlier process knew: its :attr:`record`, as a checkpoint has it."""
@@ -95,12 +103,24 @@ class Pacing:
 
     def look(self) -> bool:
         """Return whether a save is due, by this process's own clock."""
-        pending, due_s = self._costs.pending, self.due_s
-        if pending is not None and not pending.done():
+        in_flight_s, due_s = self._costs.in_flight_s(self._clock()), self.due_s
+        if in_flight_s is not None:
+            self._warn_if_stuck(in_flight_s)
             return False
         if due_s is None:
             return self._costs.num_batches >= _FIRST_BATCHES
         return self._clock() >= due_s
+
+    def _warn_if_stuck(self, in_flight_s: float) -> None:
+        """Say that a save does not end: the training that goes on is not saved meanwhile."""
+        pending, usual_s = self._costs.pending, max(self.interval_s or 0.0, _STUCK_S)
+        if pending is not None and pending is not self._stuck and in_flight_s > _STUCK * usual_s:
+            self._stuck = pending
+            _log.warning(
+                "The save of %s is on its way for %s already; nothing is saved before it ends.",
+                pending.name,
+                _span(in_flight_s),
+            )
 
     def hear(self, is_due: bool) -> None:  # noqa: FBT001 - the one thing that is said
         """Take over what the leader of several ranks has decided for this batch."""

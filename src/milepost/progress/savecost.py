@@ -43,11 +43,13 @@ class Ending(Protocol):
     """A save on its way.
 
     Attributes:
+        name: Name of the checkpoint.
         stats: What it has cost, once it has ended: ``barrier_s``, how long training has waited for
             it since it began; of several ranks ``slowest_blocking_s``, how long it has held up the
             one that it held up longest, this wait included.
     """
 
+    name: str
     stats: Mapping[str, Any]
 
     def done(self) -> bool:
@@ -109,6 +111,10 @@ class SaveCosts:
         self._num_busy = 0
         self._is_usual = False
         self._began_s = self._saved_s = 0.0
+
+    def in_flight_s(self, now_s: float) -> float | None:
+        """Return how long the save in flight has been so, if there is one."""
+        return None if self.pending is None or self.pending.done() else now_s - self._saved_s
 
     def learn(self, known: Estimate) -> None:
         """Begin with what an earlier process knew, until there is something of one's own."""

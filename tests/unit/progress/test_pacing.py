@@ -6,6 +6,7 @@ alone; the pacing sees only what it would see: a clock, ends of batches, and sav
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class Training:
     durable: list = field(default_factory=list)
     random: random.Random = field(default_factory=lambda: random.Random(7))
 
+    name: str = "a"
     stats: dict = field(default_factory=dict)
     is_copying: bool = False
 
@@ -318,6 +320,25 @@ def test_the_rank_that_is_held_up_longest_counts():
     training.overhead(num_saves=4)
     training.run_batch()
     assert training.pacing.record["stall_s"] == pytest.approx(2.5)
+
+
+def test_a_save_that_does_not_end_is_told_once(caplog):
+    """Training goes on, and nothing of it is safe: nobody would notice before the next failure."""
+    training = Training(WAITED, 0.1)
+    training.overhead(num_saves=4)
+    training.run_batch()
+    training.disk = Disk(0.5, math.inf)
+    training.save()
+    num_saves = len(training.saves)
+    with caplog.at_level(logging.WARNING, logger="milepost"):
+        while training.now_s < training.saves[-1] + 499:
+            training.run_batch()
+        assert not caplog.messages
+        while training.now_s < training.saves[-1] + 5000:
+            training.run_batch()
+    assert len(training.saves) == num_saves
+    assert len(caplog.messages) == 1
+    assert "save of a is on its way for 8.3" in caplog.messages[0]
 
 
 def test_ranks_save_when_the_leader_says_so():
