@@ -132,7 +132,7 @@ class _RichBar:
             TimeRemainingColumn,
         )
 
-        counts: Any = DownloadColumn() if is_bytes else MofNCompleteColumn()
+        counts: Any = DownloadColumn(binary_units=True) if is_bytes else MofNCompleteColumn()
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),

@@ -148,3 +148,14 @@ def test_what_is_made_of_a_checkpoint_in_a_bucket(run: Path, place: str, tmp_pat
     shown = json.loads(call("show", f"{place}/a", "--tensors", "--tree", "--files", "--json"))
     assert shown["num_files"] == len(shown["files"])
     call("export", f"{place}/nope", tmp_path / "b.pt", "--to", "torch", code=3)
+
+
+def test_bench_measures_a_bucket_and_leaves_nothing(place: str) -> None:
+    """Uploads and downloads in the place of writes and reads."""
+    found = json.loads(
+        call("bench", place, "--probe", "16MiB", "--seconds", "1", "--size", "1G", "--json")
+    )
+    assert found["limits"]["put_s"] > 0
+    assert found["limits"]["sync_s"] is None
+    assert found["costs"]["size_bytes"] == 1024**3
+    assert not list(open_store(place).list())

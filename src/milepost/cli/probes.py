@@ -26,7 +26,7 @@ from ..runs.sessions import Session, is_provably_dead
 from ..stores.base import Store
 from ..stores.local import LocalStore
 from ..version import __version__
-from .render import age_text, size_text
+from .render import age_text, count_text, size_text
 
 __all__ = ["Check", "nearest_folder", "probe_folder", "probe_run", "probe_versions"]
 
@@ -234,7 +234,7 @@ def _newest(run: Run) -> Check:
         return Check("newest", WARN, "no checkpoint counts", "A job would start afresh.")
     report = latest.verify("quick")
     made = age_text(latest.manifest.created_s)
-    text = f"{latest.name} of {total}, made {made}"
+    text = f"{latest.name}, of {count_text(total, 'checkpoint')}, made {made}"
     if report.is_good:
         return Check("newest", OK, f"{text}; records and sizes match")
     hint = "A job goes on from the newest one that is whole. See milepost verify --all."

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..checkpoint import Checkpoint
 from ..checkpointer import Checkpointer
 from ..errors import UsageError, storage_error
 from ..format.digest import BLOCK_BYTES
@@ -181,6 +182,7 @@ class _Saver:
 
     run: Checkpointer
     store: Store
+    target: nn.Module
     size_bytes: int
     first_blocking_s: float = 0.0
     blocking: list[float] = field(default_factory=list)
@@ -212,7 +214,9 @@ class _Saver:
         for entry in self.store.list(name):
             _drop_cache(self.store.local_path(entry.key))
         started_s = clock()
-        self.run.restore(name, items=["model"])
+        # Into tensors of its own, as another process would: a restore would roll back the run, and
+        # the next save of that begins like a first one.
+        Checkpoint(self.store, name).load_weights(self.target)
         self.loads.append(clock() - started_s)
 
     def figures(self) -> StateFigures:
@@ -230,7 +234,7 @@ def _saver(scratch: _Scratch, name: str, size_bytes: int) -> Iterator[_Saver]:
     with Checkpointer(
         place, resume="never", link_unchanged=False, handle_signals=False, model=model
     ) as run:
-        yield _Saver(run, open_store(place), size_bytes)
+        yield _Saver(run, open_store(place), _Weights(size_bytes), size_bytes)
 
 
 def _drop_cache(path: str | None) -> None:
