@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import milepost as mp
+from milepost.checkpoint import open_checkpoint
 from milepost.stores import open_store
 from milepost.testing import fault_proxy
 
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.cloud
 JOB = """
 import json, os, pathlib, signal, tempfile, time
 import milepost as mp
+from milepost.checkpoint import open_checkpoint
 from milepost.stores import open_store
 
 def save(rank, step, **options):
@@ -182,6 +185,71 @@ def test_reported_files_are_kept_on_this_machine_if_wanted(
         assert not [one for one in proxy.seen if one.path.endswith("weights")]
     (kept,) = (tmp_path / "cache").glob("*/*/*/weights")
     assert kept.read_bytes() == (folder / "weights").read_bytes()
+
+
+SCRIPT = """
+import os, pathlib, signal, sys, tempfile
+import torch.distributed as dist
+import milepost as mp
+
+def train(config):
+    rank, died = dist.get_rank(), pathlib.Path("died")
+    first, found = 1, mp.get_checkpoint()
+    if found is not None:
+        with found.as_directory() as folder:
+            first = int(pathlib.Path(folder, f"of-{rank}").read_text()) + 1
+    for step in range(first, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            pathlib.Path(folder, f"of-{rank}").write_text(str(step))
+            mp.report({"step": step, "first": first}, mp.Checkpoint.from_directory(folder))
+        if (rank, step) == (1, 2) and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    if len(sys.argv) > 1:
+        run = mp.RunConfig(storage_path=sys.argv[1], name="c", if_finished="continue")
+        mp.launch(train, scaling=mp.ScalingConfig(num_workers=0), run=run)
+    else:
+        train(None)
+"""
+
+
+def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=130, check=False
+    )
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", ["torchrun", "ray"])
+def test_torchrun_and_ray_come_back_from_a_bucket_too(
+    s3_endpoint: str, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str
+) -> None:
+    """Whoever starts the workers again, the bucket is where they go on from."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path("script.py").write_text(SCRIPT)
+    if engine == "torchrun":
+        # Started anew and not by itself: its own restarts meet the dead workers of before.
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["script.py", place]
+        assert call(*command).returncode == 1
+    else:
+        pytest.importorskip("ray")
+        command = ["-m", "milepost.cli.app", "run", "--engine", "ray", "--workers", "2"]
+        command += ["--max-failures", "1", "--storage-path", place, "--name", "c", "script.py"]
+    ended = call(*command)
+    assert ended.returncode == 0, ended.stderr
+    found = mp.Result.from_path(f"{place}/c")
+    assert found.metrics == {"step": 3, "first": 3}
+    assert [c.name for c, _ in found.best_checkpoints] == ["report-1", "report-2", "report-3"]
+    assert Path("runs/c/.launches/1/result.json").exists() == (engine == "ray")
+    with open_checkpoint(f"{place}/c/report-3").as_directory() as folder:
+        assert {one.name for one in Path(folder).iterdir()} == {"manifest.json", "of-0", "of-1"}
 
 
 def test_places_that_make_no_sense_are_refused_at_once() -> None:
