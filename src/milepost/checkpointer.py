@@ -499,6 +499,8 @@ class Checkpointer:
             name = name if due is None else due.name
             if name is not None:
                 self.save(name, reason="interval", is_natural=True, is_step_next=is_step_next)
+        if self._schedule.intervals:
+            self.prepare()
         self.stop_if_asked()
 
     def _put_down(self) -> None:
@@ -615,6 +617,15 @@ class Checkpointer:
         """
         self._require_open()
         return self._saves.save_diagnostic(folder, name, extra=extra, wait=wait)
+
+    def prepare(self) -> None:
+        """Have memory for the first save got in the background, once a batch was trained.
+
+        :meth:`batches` and :meth:`step` call it where saves are due by an interval. Does nothing
+        where a save was made already, or of several ranks.
+        """
+        self._require_open()
+        self._saves.prepare()
 
     def wait(self, timeout_s: float | None = None, *, is_end: bool = False) -> None:
         """Wait until the save in flight is committed.

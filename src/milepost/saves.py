@@ -96,6 +96,7 @@ class Saves:
         self.pacing: Pacing | None = None
         self._steps_note = ""
         self._is_told_of_change = False
+        self._is_prepared = False
 
     def note_own_steps(self) -> None:
         """Note that a loop counts batches that it takes from somewhere itself."""
@@ -253,6 +254,13 @@ class Saves:
         capture_s = time.perf_counter() - started_s
         self.last = self._writer.save(items, request, owned=owned, capture_s=capture_s)
         return self.last
+
+    def prepare(self) -> None:
+        """Have memory got for the state ahead of the first save, once its size is known."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            if self.last is None:
+                self._writer.prepare(self._tracked.estimate_bytes())
 
     def wait_until_copied(self, timeout_s: float | None = None) -> None:
         """Wait until the state may be changed by anything; how the copy went is told elsewhere."""

@@ -199,6 +199,11 @@ class RunWriter:
     def _leave(self) -> None:
         self.team.leave(timeout_s=min(_LEAVE_TIMEOUT_S, self.options.rank_timeout_s))
 
+    def prepare(self, num_bytes: int) -> None:
+        """Have memory got ahead of the first save; see ``Saver.prepare``."""
+        if self._saver is not None:
+            self._saver.prepare(num_bytes)
+
     def may_copy_late(self, *, is_step_next: bool) -> bool:
         """Return whether what optimizers own may be copied after a save has returned.
 

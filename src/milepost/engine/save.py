@@ -192,9 +192,19 @@ class Saver(Generic[T]):
             is_joined=is_joined,
         )
 
+    def prepare(self, num_bytes: int) -> None:
+        """Have memory got ahead of the first save, in the background.
+
+        Args:
+            num_bytes: An estimate of the state's size.
+        """
+        if self._team is None:  # of several, each writes a share that only a plan knows
+            self._stager.prepare(num_bytes)
+
     def close(self) -> None:
         """Wait for what is being copied; a save that is being written goes on."""
         self._barrier.leave()
+        self._stager.arena.stop()
 
     def _require_may_save(self) -> None:
         if os.getpid() != self._pid:

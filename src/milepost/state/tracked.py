@@ -10,13 +10,16 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..collecting import no_collecting
 from ..errors import DuplicateNameError, UsageError
 from ..progress.timer import Timer
 from ..ranks.team import Team
+from ..tensors.boxes import local_tensor
 from ..tensors.pack import Home, PackedItem, pack_item
 from ..tensors.packing import Packing
 from .holders import Holders, join_places
@@ -172,6 +175,23 @@ class Tracked:
             members = part.members if isinstance(part, GroupPart) else {"": part}
             found.extend((name, m, p) for m, p in members.items() if isinstance(p, OptimizerPart))
         return found
+
+    def estimate_bytes(self) -> int:
+        """Return about how large the state is: models, and what optimizers keep."""
+        tensors: list[Tensor] = []
+        for model in self.models().values():
+            tensors += [*model.parameters(), *model.buffers()]
+        for _, _, part in self.optimizers():
+            for kept in part.optimizer.state.values():
+                if isinstance(kept, Mapping):
+                    tensors += [value for value in kept.values() if isinstance(value, Tensor)]
+        return sum(
+            local_tensor(tensor).nbytes
+            for tensor in tensors
+            if tensor.device.type != "meta"
+            and tensor.layout is torch.strided
+            and not is_lazy(tensor)
+        )
 
     def owned(self) -> Owned:
         """Return what the tracked optimizers own at this moment."""

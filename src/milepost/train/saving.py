@@ -182,6 +182,8 @@ class Saving:
         """
         if self.checkpointer is None:
             return
+        if not is_finished:
+            self.checkpointer.prepare()  # the optimizers have by now what they keep
         if is_last_of_epoch and (is_finished or self._is_epoch_due()):
             return
         due = self._ask("batch", Event.BATCH_CHECKPOINT)
