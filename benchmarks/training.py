@@ -30,7 +30,8 @@ NUM_LAYERS, WIDTH, NUM_SAMPLES = 7, 2048, 256
 
 NUM_STEPS = 10
 OURS: Mapping[str, Mapping[str, Any]] = {
-    "milepost": {},
+    "milepost": {"staging": "overlap"},
+    "milepost, eager": {"staging": "eager"},
 }
 """Settings of Milepost by variant."""
 
