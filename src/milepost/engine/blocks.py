@@ -149,6 +149,8 @@ class BlockReads:
         manifest: What the files are.
         progress: Called with the number of bytes of each block that was read.
         fetching: How blocks come from a service.
+        firsts: First blocks that were read and checked before, by file. Those that are used are
+            taken out.
     """
 
     def __init__(
@@ -159,12 +161,14 @@ class BlockReads:
         progress: Progress | None,
         *,
         fetching: Fetching,
+        firsts: dict[str, memoryview] | None = None,
     ) -> None:
         self._store = store
         self._key = key
         self._manifest = manifest
         self._listeners = [] if progress is None else [progress]
         self._fetching = fetching
+        self._firsts = {} if firsts is None else firsts
         self._queue: SimpleQueue[tuple[_File, list[_Block]]] = SimpleQueue()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -177,10 +181,13 @@ class BlockReads:
     def run(self, ranges: Mapping[str, Sequence[Range | Batch]]) -> None:
         """Fill the ranges of each file. All files are looked at before any byte is copied."""
         files: list[_File] = []
+        at_hand: list[tuple[_Block, memoryview]] = []
         num_bytes = 0
         try:
             for path, wanted in ranges.items():
                 blocks = _by_block(wanted)
+                if path in self._firsts and blocks[0].number == 0:
+                    at_hand.append((blocks.pop(0), self._firsts.pop(path)))
                 entry = self._manifest.file(path)
                 file = _File(self._store, self._key(path), entry, num_blocks=len(blocks))
                 files.append(file)
@@ -188,6 +195,10 @@ class BlockReads:
                     self._queue.put((file, together))
                 num_bytes += sum(file.length_of(block.number) for block in blocks)
             self._look_at(files)
+            for block, data in at_hand:
+                block.fill(data, block.parts)
+                for listener in self._listeners:
+                    listener(len(data))
             if self._store.traits.is_local:
                 self._work_together()
             else:

@@ -36,6 +36,8 @@ from .tables import RankTables
 
 __all__ = ["CheckpointSource", "read_file"]
 
+_MAX_FIRSTS = 8
+
 
 class CheckpointSource:
     """A committed checkpoint as a source of state.
@@ -67,6 +69,7 @@ class CheckpointSource:
         self._folder = folder
         self._progress = progress
         self._fetching = fetching or Fetching()
+        self._firsts: dict[str, memoryview] = {}
         self._index: Mapping[str, Any] | None = None
         self._rank_tables: RankTables | None = None
         self._tables: dict[str, Mapping[str, StoredWhole]] = {}
@@ -200,7 +203,12 @@ class CheckpointSource:
 
     def _run(self, ranges: Mapping[str, Sequence[Range | Batch]]) -> None:
         reads = BlockReads(
-            self._store, self._key, self.manifest, self._progress, fetching=self._fetching
+            self._store,
+            self._key,
+            self.manifest,
+            self._progress,
+            fetching=self._fetching,
+            firsts=self._firsts,
         )
         with torch.no_grad():
             reads.run(ranges)
@@ -298,6 +306,8 @@ class CheckpointSource:
                 block += 1
         finally:
             reader.close()
+        if not self._store.traits.is_local and len(self._firsts) < _MAX_FIRSTS:
+            self._firsts[file] = first  # with the header come tensors: they are not fetched twice
         return parse_header(bytes(header), size_bytes=entry.size_bytes, where=where)
 
 
