@@ -122,7 +122,7 @@ class Pacing:
                 _span(in_flight_s),
             )
 
-    def hear(self, is_due: bool) -> None:  # noqa: FBT001 - the one thing that is said
+    def hear(self, *, is_due: bool) -> None:
         """Take over what the leader of several ranks has decided for this batch."""
         self._heard = is_due
 

@@ -132,6 +132,8 @@ class Saving:
         self._schedule.start(self._asked_at)
         if self._pacing is not None:
             self._pacing.start()
+            if not self._is_alone:
+                self._pacing.hear(is_due=False)  # before the first batch rank 0 says nothing
         self._buffers = Buffers(self._state.bare_model)
         self._started_at = self._point
         self._saved_at = None
@@ -170,7 +172,7 @@ class Saving:
         if self._pacing is not None:
             self._pacing.end_batch()
             if is_save_due is not None:
-                self._pacing.hear(is_save_due)
+                self._pacing.hear(is_due=is_save_due)
         self._tell_ended()
 
     def after_batch(self, *, is_last_of_epoch: bool, is_finished: bool) -> None:

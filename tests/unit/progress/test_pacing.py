@@ -344,10 +344,10 @@ def test_a_save_that_does_not_end_is_told_once(caplog):
 def test_ranks_save_when_the_leader_says_so():
     """Each has a clock of its own."""
     training = Training(FAST, 0.1)
-    training.pacing.hear(True)
+    training.pacing.hear(is_due=True)
     assert training.pacing.is_due()
     training.now_s += 1e6
-    training.pacing.hear(False)
+    training.pacing.hear(is_due=False)
     assert not training.pacing.is_due()
 
 

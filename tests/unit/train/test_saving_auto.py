@@ -77,6 +77,22 @@ def test_a_save_of_the_epoch_is_not_followed_by_another_at_once(make, tmp_path) 
     ] + ["ep2"]
 
 
+def test_ranks_that_have_not_trained_yet_do_not_save(make, tmp_path) -> None:
+    """An evaluation that was cut off comes before the first batch, in which rank 0 would say so."""
+    trainer = make(save_folder=tmp_path, save_interval="auto")
+    saving = trainer.checkpoint_saver
+    now = [0.0]
+    trainer.state.timer._clock = lambda: now[0]
+    trainer.state.timer.start()
+    for is_alone in (True, False):
+        saving._pacing.learn({"stall_s": 1.0})
+        saving._is_alone = is_alone
+        saving.start()
+        now[0] += 1000.0
+        assert saving._pacing.is_due() is is_alone
+    trainer.close()
+
+
 class Logged(Callback):
     """Notes what each save has cost."""
 
