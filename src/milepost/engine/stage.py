@@ -21,6 +21,7 @@ from ..staging import CopyCheck
 from ..state.owned import Owned
 from ..tensors.pack import PackedItem
 from .arena import Arena
+from .comparing import same_bytes
 from .copying import Copy, LateTensor
 from .plan import PartPlan, Plan
 
@@ -155,7 +156,7 @@ class Stager:
             changed = [
                 (destination, source)
                 for destination, source in zip(destinations, sources, strict=True)
-                if not _same_bytes(destination, source)
+                if not same_bytes(destination, source)
             ]
             for destination, source in changed:
                 destination.copy_(source)
@@ -183,14 +184,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.view(-1).view(torch.uint8).numpy()
-
-
-def _same_bytes(first: Tensor, second: Tensor) -> bool:
-    """Compare bit patterns: a NaN equals itself, and -0.0 does not equal 0.0."""
-    if first.numel() == 0:
-        return True
-    second = second.to(first.device).contiguous()
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 def _synchronize(items: Sequence[PackedItem]) -> None:
