@@ -16,9 +16,12 @@ from ..format.header import ITEM_SIZES, PAGE_BYTES, StoredTensor, encode_header
 from ..format.layout import part_file
 from ..tensors.pack import Leaf, PackedItem
 
-__all__ = ["PartPlan", "Plan", "make_plan", "part_order"]
+__all__ = ["LARGE_BYTES", "PartPlan", "Plan", "make_plan", "part_order"]
 
 FROZEN = "frozen"
+LARGE_BYTES = 64 * 1024
+"""From this size on a tensor is copied by itself, and may be copied late."""
+
 _SMALL_BYTES = 16 * 1024
 
 
@@ -35,6 +38,7 @@ class PartPlan:
         size_bytes: Size of the file.
         arena_start: Where it begins in the arena; page aligned.
         is_frozen: Whether it holds only tensors that the run does not train.
+        large: Which entries have ``LARGE_BYTES`` or more.
     """
 
     file: str
@@ -45,6 +49,7 @@ class PartPlan:
     size_bytes: int
     arena_start: int
     is_frozen: bool
+    large: tuple[int, ...]
 
     @property
     def arena_stop(self) -> int:
@@ -138,4 +143,5 @@ def _plan_part(
         size_bytes=size,
         arena_start=arena_start,
         is_frozen=is_frozen,
+        large=tuple(i for i, entry in enumerate(tensors) if entry.num_bytes >= LARGE_BYTES),
     )

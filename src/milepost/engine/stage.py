@@ -27,9 +27,6 @@ from .plan import PartPlan, Plan
 
 __all__ = ["StagedPart", "Stager"]
 
-_LARGE_BYTES = 64 * 1024
-"""From this size on a tensor is copied by itself."""
-
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
@@ -89,12 +86,12 @@ class Stager:
             for part in plan.parts:
                 tensors = by_name[part.item].tensors
                 sources = [tensors[index] for index in part.leaves]
-                is_late = [
-                    owned is not None and not part.is_frozen and _is_plain(one) and one in owned
-                    for one in sources
-                ]
-                late += self._note_late(part, sources, is_late, check)
-                staged.append(self._stage_part(part, sources, is_late))
+                late_ones: set[int] = set()
+                if owned is not None and not part.is_frozen:
+                    large = ((index, sources[index]) for index in part.large)
+                    late_ones.update(i for i, one in large if _is_plain(one) and one in owned)
+                late += self._note_late(part, sources, late_ones, check)
+                staged.append(self._stage_part(part, sources, late_ones))
         _synchronize(items)
         return staged, Copy(late, end_bytes=plan.arena_bytes)
 
@@ -129,28 +126,28 @@ class Stager:
         return views
 
     def _note_late(
-        self, part: PartPlan, sources: list[Tensor], is_late: list[bool], check: CopyCheck
+        self, part: PartPlan, sources: list[Tensor], late: set[int], check: CopyCheck
     ) -> list[LateTensor]:
         """Note what those tensors are like that are copied later."""
         found = []
-        for entry, source, late in zip(part.tensors, sources, is_late, strict=True):
-            if late:
-                start, stop = part.arena_start + entry.start, part.arena_start + entry.stop
-                place = self.arena.array(start, stop)
-                name = f"{part.item}/{entry.key}"
-                found.append(
-                    LateTensor.of(
-                        name,
-                        source,
-                        place=place,
-                        start_bytes=start,
-                        check=check,
-                        shift=self._num_stagings,
-                    )
+        for index in sorted(late):
+            entry, source = part.tensors[index], sources[index]
+            start, stop = part.arena_start + entry.start, part.arena_start + entry.stop
+            place = self.arena.array(start, stop)
+            name = f"{part.item}/{entry.key}"
+            found.append(
+                LateTensor.of(
+                    name,
+                    source,
+                    place=place,
+                    start_bytes=start,
+                    check=check,
+                    shift=self._num_stagings,
                 )
+            )
         return found
 
-    def _stage_part(self, part: PartPlan, sources: list[Tensor], is_late: list[bool]) -> StagedPart:
+    def _stage_part(self, part: PartPlan, sources: list[Tensor], late: set[int]) -> StagedPart:
         destinations = self._destinations(part, sources)
         if part.is_frozen and part.file in self._held:
             changed = [
@@ -161,17 +158,18 @@ class Stager:
             for destination, source in changed:
                 destination.copy_(source)
             return StagedPart(part, is_unchanged=not changed)
-        small: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for destination, source, late in zip(destinations, sources, is_late, strict=True):
-            if late:
-                continue
-            if source.nbytes >= _LARGE_BYTES and _is_plain(source):
-                np.copyto(_bytes(destination), _bytes(source))
-            else:
-                small[0].append(destination)
-                small[1].append(source)
-        if small[0]:
-            torch._foreach_copy_(*small, non_blocking=True)
+        by_itself = {i for i in part.large if i not in late and _is_plain(sources[i])}
+        for index in sorted(by_itself):
+            np.copyto(_bytes(destinations[index]), _bytes(sources[index]))
+        together: Sequence[int] = range(len(sources))
+        if part.large:
+            together = [i for i in together if i not in by_itself and i not in late]
+        if together:
+            torch._foreach_copy_(
+                [destinations[i] for i in together],
+                [sources[i] for i in together],
+                non_blocking=True,
+            )
         if part.is_frozen:
             self._held.add(part.file)
         return StagedPart(part, is_unchanged=False)

@@ -10,6 +10,7 @@ accelerator, where an order between the copy and the kernels of the training wou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -84,7 +85,8 @@ def owned_by(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> O
             for parameter in group["params"]:
                 if not parameter.requires_grad or id(parameter) in excluded:
                     continue
-                for tensor in (parameter, *_kept_for(optimizer, parameter)):
+                kept = (parameter, *_kept_for(optimizer, parameter))
+                for tensor in itertools.filterfalse(_is_small, kept):
                     memory = _memory(tensor)
                     if memory is None:
                         reasons["tensors of accelerators or unusual kinds are copied at once"] = (
@@ -113,6 +115,11 @@ def _kept_for(optimizer: Optimizer, parameter: Tensor) -> Iterator[Tensor]:
     kept = optimizer.state.get(parameter)
     if isinstance(kept, dict):
         yield from (value for value in kept.values() if isinstance(value, Tensor))
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Return whether it is copied at once whatever else it is; most are, where there are many."""
+    return type(tensor) in _PLAIN and tensor.nbytes < MIN_BYTES and tensor.device.type == "cpu"
 
 
 def _memory(tensor: Tensor) -> Tensor | None:
