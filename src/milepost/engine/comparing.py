@@ -40,4 +40,5 @@ def same_bytes(staged: Tensor, live: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Bytes:
-    return tensor.view(-1).view(torch.uint8).numpy()
+    # Not view(-1): a single value may keep a stride that it does not need.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()

@@ -156,7 +156,8 @@ def _ranks(key: str) -> Sequence[int]:
 
 
 def _all_bytes(value: Tensor) -> Tensor:
-    return value.contiguous().view(-1).view(torch.uint8)
+    # Not view(-1): a single value may keep a stride that it does not need.
+    return value.contiguous().as_strided((value.numel(),), (1,)).view(torch.uint8)
 
 
 def _sample(value: Tensor, label: str) -> Tensor:

@@ -35,6 +35,7 @@ def values() -> dict[str, Tensor]:
         "images": torch.randn(2, 8, 30, 30).to(memory_format=torch.channels_last),
         "gaps": torch.randn(200, 200)[:, ::2],
         "scalar": torch.tensor(3.0),
+        "one of a column": torch.ones(3, 2).bfloat16()[:1, 0],
         "half": torch.randn(5000).bfloat16(),
         "wide": torch.randn(900, dtype=torch.complex128),
         "flags": torch.arange(9001) % 3 == 0,
