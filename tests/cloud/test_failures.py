@@ -22,13 +22,15 @@ from milepost.testing.proxy import (
     Request,
     answer_with,
     cut_answer,
+    error_answer,
     fault_proxy,
     first,
     hang_up,
     lose_answer,
+    stall_answer,
 )
 
-from .conftest import is_put
+from .conftest import KEY, SECRET, is_put
 from .test_contract import open_s3
 
 pytestmark = pytest.mark.cloud
@@ -209,3 +211,75 @@ def test_a_place_without_conditions_is_used_by_one_writer_only(
         store.put_new("a", b"2")
     assert store.get("a") == b"1"
     assert [entry.key for entry in store.list()] == ["a"]
+
+
+def test_a_place_where_nothing_can_be_deleted_takes_checkpoints(
+    proxy: FaultProxy, store: CloudStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some buckets keep everything on purpose; that pruning will fail is said."""
+    proxy.rule = first(
+        None, answer_with(403, "AccessDenied"), only=lambda one: one.method == "DELETE"
+    )
+    with caplog.at_level(logging.WARNING, logger="milepost"):
+        store.put_new("a", b"1")
+    assert store.traits.exclusive_create
+    assert "nothing can be deleted" in caplog.text
+    with pytest.raises(mp.AccessError):
+        store.delete("a")
+    assert store.get("a") == b"1"
+
+
+def test_a_conflict_with_a_request_under_way_is_not_another_writer(
+    proxy: FaultProxy, store: CloudStore
+) -> None:
+    """The service says 409 when two conditional requests meet, such as two tries of ours."""
+    store.put_new("warm", b"")
+    proxy.rule = first(2, answer_with(409, "ConditionalRequestConflict"), only=is_put)
+    store.put_new("a", b"1")
+    assert store.get("a") == b"1"
+    proxy.rule = answer_with(409, "ConditionalRequestConflict")
+    with pytest.raises(mp.StorageError) as caught:
+        store.put_new("b", b"1")
+    assert caught.value.facts["code"] == "ConditionalRequestConflict"
+
+
+def test_an_object_that_cannot_be_looked_at_is_nobodys(
+    proxy: FaultProxy, store: CloudStore
+) -> None:
+    """It may be ours: whoever took it for another's would remove what he has just committed."""
+    store.put_new("warm", b"")
+
+    def lose_then_go_down(request: Request, forward: Forward) -> Answer:
+        if not is_put(request):
+            return error_answer(503, "ServiceUnavailable")
+        answer = forward(request)
+        if answer.status == 200:
+            raise HangUp
+        return answer
+
+    proxy.rule = lose_then_go_down
+    with pytest.raises(mp.StorageError) as caught:
+        store.put_new("a", b"ours")
+    assert not isinstance(caught.value, mp.ExistsError)
+
+
+def test_a_silent_connection_is_noticed_however_large_the_object_is(
+    proxy: FaultProxy, s3_endpoint: str
+) -> None:
+    """By the time without a byte, and not by the time that all of it may take."""
+    config = {"endpoint": proxy.endpoint, "access_key_id": KEY, "secret_access_key": SECRET}
+    store = CloudStore(
+        f"s3://runs/silent/{time.time_ns()}",
+        config=config,
+        max_retries=2,
+        silent_timeout_s=1,
+        slowest_bytes_s=1000,  # so that the whole of it may take hours
+    )
+    data = random.Random(6).randbytes(2 * BLOCK_BYTES)
+    write_key(store, "big", data)
+    proxy.rule = first(2, stall_answer(100_000), only=lambda one: one.method == "GET")
+    assert read_key(store, "big") == data
+    proxy.rule = first(None, stall_answer(100_000), only=lambda one: one.method == "GET")
+    with pytest.raises(mp.StorageError, match="in time") as caught:
+        read_key(store, "big")
+    assert caught.value.facts["tries"] == 3

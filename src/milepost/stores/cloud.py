@@ -19,7 +19,6 @@ Together with ``clients.py`` the only module that imports obstore.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,14 +43,13 @@ from .base import Entry, Names
 from .bucket import BucketStore
 from .clients import Clients
 from .pace import pace_of
+from .probing import refuses_existing
 from .refusals import UnknownAnswerError, typed_error
 from .tries import Tries
 
 __all__ = ["CloudStore"]
 
 T = TypeVar("T")
-
-_log = logging.getLogger("milepost")
 
 _MARK = "mpwrite"
 _CHECKSUM = "mpcrc32c"
@@ -310,35 +308,16 @@ class CloudStore(BucketStore):
     def _probe_once(self) -> None:
         """Find out whether the place refuses to create what is there.
 
-        Two objects are created under one random name. A place that accepts the second is used with
-        a look before each create instead, which is safe with a single writer only.
+        One that does not is used with a look before each creation instead, which is safe with a
+        single writer only.
         """
         with self._probing:
             if self._was_probed:
                 return
-            key = f"probe-{secrets.token_hex(8)}"
-            self._create(key, b"first")
-            try:
-                self._create(key, b"second")
-            except ExistsError:
-                self._was_probed = True
-            finally:
-                self._drop_probe(key)
-            if self._was_probed:
-                return
+            if not refuses_existing(self._create, self.delete, url=self.url):
+                self.traits = replace(self.traits, exclusive_create=False)
+                self._warn_of_one_writer()
             self._was_probed = True
-            self.traits = replace(self.traits, exclusive_create=False)
-            self._warn_of_one_writer()
-
-    def _drop_probe(self, key: str) -> None:
-        try:
-            self.delete(key)
-        except AccessError as error:
-            _log.warning(
-                "%s stays: nothing can be deleted there, and so nothing can be pruned. %s",
-                self._name(key),
-                error,
-            )
 
     def _refuse_harmed(self, key: str, data: bytes, size_bytes: int, checksum: str | None) -> None:
         """Refuse bytes that are not what was sent, as far as the object says what that was."""
