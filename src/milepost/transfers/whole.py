@@ -55,7 +55,7 @@ from ..runs.scan import Found, RunView, State, scan
 from ..stores.base import Entry, Store
 from ..stores.prefix import PrefixStore
 from ..stores.url import open_store
-from ..visible import VisibleFiles
+from ..visible import SUFFIXES, VisibleFiles
 from .bring import Progress, Shared
 from .claims import Commit
 from .one import copy_folder, read_back
@@ -134,7 +134,8 @@ def plan_sync(run: Run | Place | Store, to: Place | Store, *, delete: bool = Fal
     refuse_other_run(source.view, target, records, there)
     refuse_ahead(route, listed, there)
     view = scan(records) if RUN in there else None
-    return SyncPlan(route, target, source.view, view, listed, there, deletes=delete)
+    shown = open_store(run) if is_hidden and not isinstance(run, Run) else None
+    return SyncPlan(route, target, source.view, view, listed, there, deletes=delete, shown=shown)
 
 
 @final
@@ -150,6 +151,7 @@ class SyncPlan:
         listed: The keys of the source.
         there: The keys of the target.
         deletes: Whether deletions are wanted.
+        shown: What people see of the source, if its records are hidden in that.
     """
 
     route: Route
@@ -159,6 +161,7 @@ class SyncPlan:
     listed: Mapping[str, Entry]
     there: Mapping[str, Entry]
     deletes: bool = False
+    shown: Store | None = None
     _errors: dict[str, CheckpointError] = field(default_factory=dict)
 
     @property
@@ -341,7 +344,19 @@ class SyncPlan:
             is_loose = folder is None and not _is_record(key)
             if is_loose or (folder in whole and _is_beside(key, whole[folder])):
                 others.append(Other(entry, key))
-        return send_others(self.route, others, dict(self.there))
+        return send_others(self.route, others, dict(self.there)) + self._send_beside()
+
+    def _send_beside(self) -> int:
+        """Send what others have put beside hidden records. Names of our single files are made."""
+        if self.shown is None:
+            return 0
+        names = {f"{one.name}{suffix}" for one in self.view.found for suffix in SUFFIXES.values()}
+        others = [
+            Other(entry, entry.key)
+            for entry in self.shown.list()
+            if not entry.key.startswith(f"{HIDDEN}/") and entry.key not in {*names, LATEST}
+        ]
+        return send_others(Route(self.shown, self.base), others)
 
     def _point(self, copied: Collection[str]) -> None:
         """Name the newest one for people."""

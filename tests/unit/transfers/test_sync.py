@@ -246,11 +246,12 @@ def test_single_files_keep_their_names(tmp_path, target):
     with mp.Checkpointer(tmp_path / "shown", save_format="torch", model=torch.nn.Linear(2, 1)) as r:
         r.save("a", wait=True)
         r.save("b", wait=True)
+    (tmp_path / "shown" / "log.txt").write_text("x")
     report = sync_run(tmp_path / "shown", target)
     assert [one.name for one in report.copied] == ["b", "a"]
     keys = [entry.key for entry in target.list() if not entry.key.startswith(".")]
-    assert keys == ["a.pt", "b.pt"]
+    assert keys == ["a.pt", "b.pt", "log.txt"]
     assert shape(open_run(target).store) == shape(open_run(tmp_path / "shown").store)
     delete_checkpoint(open_run(tmp_path / "shown").store, "a")
     assert sync_run(tmp_path / "shown", target, delete=True).deleted == ("a",)
-    assert [e.key for e in target.list() if not e.key.startswith(".")] == ["b.pt"]
+    assert [e.key for e in target.list() if not e.key.startswith(".")] == ["b.pt", "log.txt"]
