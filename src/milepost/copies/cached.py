@@ -18,7 +18,7 @@ from ..errors import CheckpointError, FormatError
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.layout import MANIFEST
 from ..format.manifest import FileEntry, Manifest
-from ..stores.base import Entry, LastingWriter, Names, Reader, Store, Writer
+from ..stores.base import Entry, LastingWriter, LendingReader, Names, Reader, Store, Writer
 from ..stores.local import LocalStore
 from ..stores.pages import page_memory
 from .kept import KeptCopies, may_be_kept
@@ -132,7 +132,9 @@ class CachedStore:
             entry = next((one for one in manifest.files if one.path == path), None)
         copy = None if manifest is None or entry is None else self._copies.find(manifest, entry)
         if entry is None or copy is None:
-            return _Counted(self.store.open_reader(key), self._count_remote)
+            reader = self.store.open_reader(key)
+            kind = _CountedLender if isinstance(reader, LendingReader) else _Counted
+            return kind(reader, self._count_remote)
         return _CheckedReader(
             copy,
             entry,
@@ -236,7 +238,6 @@ class _TwoLastingWriters(_TwoWriters):
         self._writer.refer_at(offset, data)
 
 
-@final
 class _Counted:
     """Counts what is read."""
 
@@ -253,6 +254,18 @@ class _Counted:
     def close(self) -> None:
         """Release the file or connection."""
         self._reader.close()
+
+
+@final
+class _CountedLender(_Counted):
+    """Counts what is lent, too."""
+
+    def lend(self, offset: int, length: int) -> memoryview:
+        """Return a range of bytes. See ``base.LendingReader``."""
+        assert isinstance(self._reader, LendingReader)
+        view = self._reader.lend(offset, length)
+        self._count(length)
+        return view
 
 
 @final
