@@ -21,6 +21,7 @@ from obstore.store import from_url
 
 from ..errors import UsageError
 from ..format.digest import BLOCK_BYTES
+from .forked import hold_in_children
 
 __all__ = ["Clients"]
 
@@ -93,7 +94,9 @@ class Clients:
                 "retry_timeout": timedelta(seconds=retry_timeout_s),
             }
             any_from_url: Any = from_url
-            return any_from_url(url, client_options=client, retry_config=retries, **options)
+            made = any_from_url(url, client_options=client, retry_config=retries, **options)
+            hold_in_children(made)
+            return made
 
         self._make = make
         try:
