@@ -26,6 +26,7 @@ from .progress.timer import Timer
 from .resumption import Resumption
 from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader
+from .state.owned import EVERYTHING, Late
 from .state.rng import capture_rng
 from .state.tracked import Tracked, check_item_names
 from .state.transient import TransientBuffers
@@ -146,8 +147,8 @@ class Saves:
             pending = self._begin(
                 request,
                 rng=rng or before,
-                may_be_late=not is_waited_for
-                and self._writer.may_copy_late(is_step_next=is_step_next),
+                may_be_late=self._writer.may_copy_late(is_step_next=is_step_next),
+                is_waited_for=is_waited_for,
             )
             self.saved_at, self._saved = self._point(), pending
         if wait:
@@ -243,11 +244,16 @@ class Saves:
         rng: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         may_be_late: bool = False,
+        is_waited_for: bool = False,
     ) -> PendingSave[Checkpoint]:
         started_s = time.perf_counter()
+        owned: Late | None = None
         try:
             items = self._capture(rng=rng, extra=extra or {})
-            owned = self._tracked.owned() if may_be_late else None
+            if is_waited_for:
+                owned = EVERYTHING  # nothing changes meanwhile: it may be written as it is copied
+            elif may_be_late:
+                owned = self._tracked.owned()
         except BaseException as error:
             self._writer.fail(request.name, error)
             raise

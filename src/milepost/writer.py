@@ -37,7 +37,7 @@ from .runs.prune import decide, delete_checkpoint, prune
 from .runs.publish import point_latest
 from .runs.scan import State, read_manifest, scan
 from .runs.sessions import Session
-from .state.owned import Owned
+from .state.owned import Late
 from .stores.base import Store
 from .stores.prefix import PrefixStore
 from .stores.url import open_store
@@ -221,7 +221,7 @@ class RunWriter:
         items: Sequence[PackedItem],
         request: SaveRequest,
         *,
-        owned: Owned | None = None,
+        owned: Late | None = None,
         capture_s: float = 0.0,
     ) -> PendingSave[Checkpoint]:
         """Save a state; see ``Saver.save``. Errors of earlier saves come out here."""

@@ -438,3 +438,20 @@ def test_a_process_killed_in_the_copy_leaves_no_checkpoint(tmp_path: Path) -> No
     states = {one.state for one in scan(LocalStore(tmp_path / "kill")).found}
     assert states <= {State.INCOMPLETE}
     assert mp.open_run(tmp_path / "end").get("a").verify().is_good
+
+
+@pytest.mark.parametrize("options", [{"async_save": False}, {"staging": "eager"}])
+def test_a_save_that_is_waited_for_is_written_as_it_is_copied(tmp_path: Path, options: Any) -> None:
+    """Nothing changes while somebody waits; all that counts is when it is committed."""
+    model, optimizer = trained()
+    frozen = nn.Linear(SIZE, SIZE).requires_grad_(requires_grad=False)
+    with mp.Checkpointer(
+        tmp_path, model=model, optimizer=optimizer, frozen=frozen, **options
+    ) as run:
+        for name in "ab":
+            before = values(model)
+            pending = run.save(name, wait=True)
+            assert pending.stats["late_bytes"] >= 6 * 4 * SIZE * SIZE
+            train_step(model, optimizer)
+            assert_saved(pending.wait(), before)
+    assert mp.open_run(tmp_path).get("b").verify().is_good

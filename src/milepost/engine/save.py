@@ -33,7 +33,7 @@ from ..format.manifest import Manifest
 from ..ranks.solo import Deadlines, RankCheck, Team
 from ..runs.sessions import Session
 from ..staging import CopyCheck
-from ..state.owned import Owned
+from ..state.owned import Late
 from ..stores.base import Store
 from ..tensors.pack import PackedItem
 from .arena import Arena
@@ -130,7 +130,7 @@ class Saver(Generic[T]):
         items: Sequence[PackedItem],
         request: SaveRequest,
         *,
-        owned: Owned | None = None,
+        owned: Late | None = None,
         capture_s: float = 0.0,
     ) -> PendingSave[T]:
         """Copy a state and write it in the background.
@@ -217,7 +217,7 @@ class Saver(Generic[T]):
             raise self._fenced
 
     def _stage(
-        self, plan: Plan, items: Sequence[PackedItem], owned: Owned | None
+        self, plan: Plan, items: Sequence[PackedItem], owned: Late | None
     ) -> tuple[list[StagedPart], Copy]:
         """Copy the state into the arena, and note what earlier checkpoints have otherwise."""
         try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..staging import CopyCheck
-from ..state.owned import Owned
+from ..state.owned import Late
 from ..tensors.pack import PackedItem
 from .arena import Arena
 from .comparing import same_bytes
@@ -60,7 +60,7 @@ class Stager:
         plan: Plan,
         items: Sequence[PackedItem],
         *,
-        owned: Owned | None = None,
+        owned: Late | None = None,
         check: CopyCheck = "sample",
     ) -> tuple[list[StagedPart], Copy]:
         """Copy the state.

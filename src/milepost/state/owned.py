@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from ..tensors.boxes import is_sharded, local_tensor
 from .flattened import is_flattened, owners_in_groups
 from .zero import holder_of
 
-__all__ = ["MemoryKey", "Owned", "memory_key", "owned_by"]
+__all__ = ["EVERYTHING", "Late", "MemoryKey", "Owned", "memory_key", "owned_by"]
 
 MemoryKey = tuple[int, int]
 """Address and size of the memory of a tensor."""
@@ -56,6 +57,29 @@ class Owned:
     def __contains__(self, tensor: Tensor) -> bool:
         """Return whether a tensor is one of those: this very memory."""
         return memory_key(tensor) in self.num_bytes
+
+
+class Late(Protocol):
+    """What of a state may be copied after a save has begun to be written."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Return models that must not load a state dict meanwhile."""
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Return whether a tensor, of the host's memory, is among it."""
+
+
+class _Everything:
+    """All that is worth it: for a save that is waited for, so that nothing else happens."""
+
+    modules: tuple[nn.Module, ...] = ()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.nbytes >= MIN_BYTES
+
+
+EVERYTHING: Late = _Everything()
 
 
 def memory_key(tensor: Tensor) -> MemoryKey:
