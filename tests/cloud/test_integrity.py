@@ -14,10 +14,11 @@ from milepost.format.digest import BLOCK_BYTES, block_crcs
 from milepost.runs import Level, ensure_run, open_session, record_origin, verify
 from milepost.stores import PrefixStore
 from milepost.stores.cloud import CloudStore
+from milepost.stores.pages import page_memory
 from milepost.testing import FaultProxy, fault_proxy, save_files, write_key
 from milepost.testing.proxy import Request, first, flip_received, flip_sent
 
-from ..servers import KEY, SECRET, Server
+from ..servers import BUCKET, KEY, SECRET, Server, s3_client
 from .conftest import is_put
 from .test_contract import open_s3
 
@@ -60,6 +61,44 @@ def test_a_real_server_refuses_what_was_altered_and_gets_it_again(juicefs: Serve
         proxy.rule = first(0, flip_sent())
         with pytest.raises(mp.MissingError):
             store.head("big")
+
+
+@pytest.mark.parametrize("num_flips", [1, 99])
+def test_a_part_that_is_refused_is_sent_again_from_staged_memory(
+    juicefs: Server, num_flips: int
+) -> None:
+    """The engine keeps its memory until the save has ended; a flip need not end a save."""
+    with fault_proxy(juicefs.endpoint) as proxy:
+        store = open_s3(proxy.endpoint, f"integrity/{next(_numbers)}")
+        proxy.rule = first(
+            num_flips,
+            flip_sent(77),
+            only=lambda one: is_part(one) and "partNumber=2&" in one.path,
+        )
+        memory = memoryview(page_memory(len(BIG)))[: len(BIG)]
+        memory[:] = BIG
+        writer = store.create_writer("big", len(BIG))
+
+        def write() -> None:
+            for start in range(0, len(BIG), BLOCK_BYTES):
+                writer.refer_at(start, memory[start : start + BLOCK_BYTES])
+            writer.close()
+
+        if num_flips == 1:
+            write()
+            assert not writer._feed._taken  # or the memory could not be given back
+            assert (
+                s3_client(juicefs)
+                .get_object(Bucket=BUCKET, Key=f"{store.url.partition('runs/')[2]}/big")["Body"]
+                .read()
+                == BIG
+            )
+        else:
+            with pytest.raises(mp.StorageError) as caught:
+                write()
+            assert caught.value.facts["tries"] == 2
+            with pytest.raises(mp.MissingError):
+                store.head("big")
 
 
 def test_a_record_carries_its_checksum(proxy: FaultProxy, store: CloudStore) -> None:

@@ -42,6 +42,7 @@ from ..format.digest import BLOCK_BYTES, crc32c
 from .base import Entry, Names
 from .bucket import BucketStore
 from .clients import Clients
+from .feed import BlockFeed
 from .pace import pace_of
 from .probing import refuses_existing
 from .refusals import UnknownAnswerError, typed_error
@@ -268,10 +269,17 @@ class CloudStore(BucketStore):
 
         def paced() -> Iterator[bytes | memoryview]:
             nonlocal taken_bytes
+            taken_bytes = 0
             for piece in pieces:
                 self._pace.wait(self._pace.clock() + self._retry_timeout_s)
                 taken_bytes += len(piece)
                 yield piece
+
+        def may_repeat(error: CheckpointError) -> bool:
+            # What the client has tried again by itself is given up on.
+            is_fresh = bool(error.facts["tries"] == 1)
+            is_whole = isinstance(pieces, BlockFeed) and pieces.begin_again()
+            return is_fresh and (is_whole or taken_bytes == 0)
 
         try:
             self._ask(
@@ -287,8 +295,7 @@ class CloudStore(BucketStore):
                     max_concurrency=_UPLOADS_AT_ONCE,
                 ),
                 max_retries=1,
-                # What the client has given up on is given up on.
-                may_repeat=lambda error: taken_bytes == 0 and error.facts["tries"] == 1,
+                may_repeat=may_repeat,
             )
         except StorageError:
             # The answer to the last request of all may have got lost.

@@ -53,6 +53,8 @@ class BlockFeed:
         self._state = threading.Condition()
         self._next = 0
         self._brought: dict[int, _Block] = {}
+        self._taken: dict[int, _Block] = {}
+        self._are_all_lasting = True
         self._error: BaseException | None = None
         self._is_stopped = False
 
@@ -80,6 +82,8 @@ class BlockFeed:
                 )
             is_copy = False
             if not is_lasting:
+                self._are_all_lasting = False
+                self._taken.clear()
                 self._wait_for_turn(offset)
                 is_copy = offset != self._next
             self._raise_error()
@@ -115,9 +119,30 @@ class BlockFeed:
             with self._state:
                 self._check_going_on()  # else its thread may have filled it anew meanwhile
                 del self._brought[self._next]
+                if self._are_all_lasting:
+                    self._taken[self._next] = block
                 self._next += len(piece)
                 self._state.notify_all()
             yield piece
+
+    def begin_again(self) -> bool:
+        """Let the next upload begin with the first block, if every block so far is still there.
+
+        No upload may be under way.
+        """
+        with self._state:
+            if not self._are_all_lasting or self._is_over():
+                return False
+            self._brought.update(self._taken)
+            self._taken.clear()
+            self._next = 0
+            return True
+
+    def let_go(self) -> None:
+        """Keep no block any more that was taken: the upload does not begin again."""
+        with self._state:
+            self._are_all_lasting = False
+            self._taken.clear()
 
     def stop(self) -> None:
         """End the upload from outside."""

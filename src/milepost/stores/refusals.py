@@ -63,6 +63,7 @@ _PASSING = _CONFLICTS | {
     "BadDigest",
     "IncompleteBody",
     "InternalError",
+    "InvalidPart",
     "Md5Mismatch",
     "RequestTimeout",
     "ServerBusy",

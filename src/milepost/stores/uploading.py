@@ -126,6 +126,8 @@ class FeedWriter:
         except BaseException as error:  # noqa: BLE001 - raised where blocks come, and by close
             self._error = error
             self._feed.fail(error)
+        finally:
+            self._feed.let_go()
 
     def _drop(self) -> None:
         self._feed.stop()

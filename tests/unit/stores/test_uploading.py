@@ -166,3 +166,35 @@ def test_lent_memory_is_used_again_only_when_nobody_has_it() -> None:
     assert (bytes(third), bytes(first), len(lent)) == (b"4444", b"111", 2)
     fourth = lent.copy(memoryview(b"5555"))
     assert (bytes(third), bytes(fourth), len(lent)) == (b"4444", b"5555", 3)
+
+
+def test_an_upload_begins_again_only_with_every_block() -> None:
+    """Of memory that was filled anew there is nothing to send."""
+    first, second = bytes([1]) * BLOCK_BYTES, bytes([2]) * BLOCK_BYTES
+    feed = BlockFeed("a", 2 * BLOCK_BYTES, timeout_s=WAIT_S)
+    feed.put(0, memoryview(first), is_lasting=True)
+    taken = iter(feed)
+    assert next(taken) == first
+    assert feed.begin_again()
+    assert feed.missing_bytes == BLOCK_BYTES
+    feed.put(BLOCK_BYTES, memoryview(second), is_lasting=True)
+    assert list(feed) == [first, second]
+    assert feed.begin_again()
+    assert feed.missing_bytes == 0
+    assert list(feed) == [first, second]
+    with pytest.raises(UsageError):
+        feed.put(0, memoryview(first), is_lasting=True)
+
+    feed = BlockFeed("a", 2 * BLOCK_BYTES, timeout_s=WAIT_S)
+    feed.put(0, memoryview(first), is_lasting=True)
+    taken = iter(feed)
+    next(taken)
+    thread = threading.Thread(target=feed.put, args=(BLOCK_BYTES, memoryview(second)))
+    thread.start()
+    assert next(taken) == second
+    thread.join(WAIT_S)
+    assert not feed.begin_again()
+
+    feed = BlockFeed("a", 2 * BLOCK_BYTES, timeout_s=WAIT_S)
+    feed.stop()
+    assert not feed.begin_again()
