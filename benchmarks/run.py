@@ -116,12 +116,42 @@ def measure_loads(measure: Measure) -> None:
 def measure_small(measure: Measure) -> None:
     """Measure many small tensors."""
     figures, _ = measure("small", claims.many_small)
+    _compare_small(measure, figures, "10,000 tensors of 16 KiB")
+
+
+def measure_tiny(measure: Measure) -> None:
+    """Measure very many very small tensors: in few rounds, for DCP takes a minute for one."""
+
+    def claim(folder: Path, *, rounds: int) -> tuple[Figures, int]:
+        return claims.many_small(
+            folder, rounds=min(rounds, 3), num_tensors=100_000, num_elements=16
+        )
+
+    figures, _ = measure("tiny", claim)
+    _compare_small(measure, figures, "100,000 tensors of 64 B")
+
+
+def _compare_small(measure: Measure, figures: Figures, tensors: str) -> None:
     for what in ("save", "load"):
         rows = ratios(figures, f"dcp.{what}", [f"milepost {what}"], is_rate=False)
-        title = f"10,000 tensors of 16 KiB, {what}, times DCP"
+        title = f"{tensors}, {what}, times DCP"
         table(title, COLUMNS, rows)
         ratio = figures.median(f"milepost {what}") / figures.median(f"dcp.{what}")
         measure.at_most(title, ratio, 0.1)
+
+
+def measure_planning(measure: Measure) -> None:
+    """Measure what a save does before it copies."""
+    figures, num_tensors = measure("planning", claims.planning)
+    rows = []
+    for name in ("first save", "later saves"):
+        low, high = figures.spread(name)
+        found = (figures.median(name), low, high)
+        rows.append([name, *(f"{seconds * 1000:.2f}" for seconds in found)])
+    title = f"Capture and plan of {num_tensors:,} tensors, ms for 1,000 of them"
+    table(title, ["variant", "median ms", "least ms", "most ms"], rows)
+    later_ms = figures.median("later saves") * 1000
+    measure.at_most("ms to capture and plan 1,000 tensors again", later_ms, 1.0)
 
 
 def measure_training(measure: Measure) -> None:
@@ -292,6 +322,8 @@ CLAIMS: dict[str, Callable[[Measure], None]] = {
     "save": measure_saves,
     "load": measure_loads,
     "small": measure_small,
+    "tiny": measure_tiny,
+    "planning": measure_planning,
     "training": measure_training,
     "intervals": measure_intervals,
     "processes": measure_processes,
