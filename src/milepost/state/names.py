@@ -148,6 +148,8 @@ class ParameterNames:
     ) -> tuple[str, ...]:
         """Return the names of all that a parameter is made of; see :meth:`among`."""
         things = self._names.get(id(parameter), ())
+        if len(things) == 1 and things[0][0][self._has_several] in stored:
+            return (things[0][0][self._has_several],)  # nearly always, and there are many
         return tuple(self._pick(names, stored, tied or {}) for names in things)
 
     def _pick(

@@ -1,0 +1,114 @@
+"""What saves and loads do for each tensor, counted: nothing that 100,000 would make slow."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import milepost as mp
+from milepost.engine.plan import make_plan
+from milepost.state.tracked import Tracked
+
+
+@contextmanager
+def counting():
+    """Count calls of Python functions, and calls from Python to others, in this thread."""
+    calls = Counter()
+
+    def note(frame, event, arg):
+        calls[event] += 1
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def new_tracked(num_layers):
+    """Layers of two tensors, and an optimizer that keeps three for each of them."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    tracked = Tracked()
+    tracked.add("model", model)
+    tracked.add("optimizer", optimizer)
+    return tracked, 8 * num_layers
+
+
+def calls_of_again(num_layers):
+    tracked, _ = new_tracked(num_layers)
+    plan = make_plan(tracked.capture())
+    assert make_plan(tracked.capture(), plan) is plan
+    with counting() as calls:
+        assert make_plan(tracked.capture(), plan) is plan
+    return calls
+
+
+def test_a_structure_that_stays_costs_a_call_a_tensor():
+    """Walking through the modules is what is left, and nothing for what optimizers keep."""
+    few, many = calls_of_again(50), calls_of_again(250)
+    added = 8 * 200
+    assert many["call"] - few["call"] <= 2.0 * added
+    assert many["c_call"] - few["c_call"] <= 6.0 * added
+
+
+def test_a_table_of_tensors_costs_no_call_a_tensor():
+    """As that of an average, or of weights that are kept by hand."""
+
+    def calls(num_tensors):
+        state = {f"t{n}": torch.ones(2) for n in range(num_tensors)}
+        tracked = Tracked()
+        tracked.add("average", mp.Value(lambda: state, lambda value: None))
+        plan = make_plan(tracked.capture())
+        with counting() as found:
+            assert make_plan(tracked.capture(), plan) is plan
+        return found
+
+    few, many = calls(100), calls(1_100)
+    assert many["call"] - few["call"] <= 10
+    assert many["c_call"] - few["c_call"] <= 10
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_a_load_costs_a_few_calls_a_tensor(tmp_path, has_optimizer):
+    """Its entry is looked at, it is compared, and it is copied together with its neighbours."""
+
+    def calls(num_layers, folder):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers)))
+        objects = {"model": model}
+        if has_optimizer:
+            objects["optimizer"] = torch.optim.AdamW(model.parameters())
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            objects["optimizer"].step()
+        with mp.Checkpointer(folder, handle_signals=False, **objects) as run:
+            run.save("a", wait=True)
+            with counting() as found:
+                run.restore("a", items=list(objects))
+        return found
+
+    few, many = calls(50, tmp_path / "few"), calls(250, tmp_path / "many")
+    added = 200 * (8 if has_optimizer else 2)
+    per_tensor = {event: (many[event] - few[event]) / added for event in ("call", "c_call")}
+    assert per_tensor["call"] <= 55, per_tensor
+    assert per_tensor["c_call"] <= 80, per_tensor
+
+
+def test_what_was_frozen_and_trained_in_turns_is_planned_anew():
+    """And then the new plan is used again."""
+    tracked, _ = new_tracked(3)
+    plan = make_plan(tracked.capture())
+    parameter = next(iter(tracked.models()["model"].parameters()))
+    parameter.requires_grad_(False)
+    frozen = make_plan(tracked.capture(), plan)
+    assert frozen is not plan
+    assert {part.is_frozen for part in frozen.parts} == {True, False}
+    assert make_plan(tracked.capture(), frozen) is frozen
