@@ -46,7 +46,10 @@ from ..runs.folders import file_key
 from ..runs.identity import Identity, is_gone, this_process
 from ..stores.base import Store
 
-__all__ = ["Commit", "CopyClaim", "claim_copy", "is_committed"]
+__all__ = ["NO_SESSION", "Commit", "CopyClaim", "claim_copy", "is_committed"]
+
+NO_SESSION = 0
+"""What the claim of a copy says in the place of a session; those are numbered from 1."""
 
 _MAX_RECORD_BYTES = 32 * 1024 * 1024
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF})
@@ -254,7 +257,7 @@ def _fields(manifest: Manifest, started_s: float) -> dict[str, object]:
     me = this_process()
     return {
         "format": FORMAT_VERSION,
-        "session": 0,
+        "session": NO_SESSION,
         "attempt": 0,
         "write_id": manifest.write_id,
         "is_copy": True,

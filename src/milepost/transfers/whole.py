@@ -50,6 +50,7 @@ from ..format.layout import (
 )
 from ..runs.folders import file_key
 from ..runs.prune import delete_checkpoint
+from ..runs.publish import give_up
 from ..runs.readers import hold
 from ..runs.scan import Found, RunView, State, scan
 from ..stores.base import Entry, Store
@@ -57,7 +58,7 @@ from ..stores.prefix import PrefixStore
 from ..stores.url import open_store
 from ..visible import SUFFIXES, VisibleFiles
 from .bring import Progress, Shared
-from .claims import Commit
+from .claims import NO_SESSION, Commit
 from .one import copy_folder, read_back
 from .others import Other, send_others
 from .records import (
@@ -246,9 +247,9 @@ class SyncPlan:
         """Return whether a checkpoint at the target may be deleted: this run's, and not pinned."""
         if found.state is State.DELETING:
             return True
-        if found.is_pinned:
-            return False
-        manifest = found.manifest if found.state in _WHOLE else None
+        if found.state is State.INCOMPLETE:
+            return found.session == NO_SESSION  # begun by a copy of what is gone since
+        manifest = found.manifest if found.state in _WHOLE and not found.is_pinned else None
         return manifest is not None and manifest.run_id == self.view.run.run_id
 
     def _is_in_the_way(self, found: Found) -> bool:
@@ -298,7 +299,9 @@ class SyncPlan:
                 if verify:
                     report = read_back(self.route.target, found.name, report, progress=progress)
             except _OF_ONE as error:
-                if not self._was_deleted(found):
+                if self._was_deleted(found):
+                    give_up(self.route.target, found.name, write_id=found.write_id)
+                else:
                     self._errors[found.name] = error
                 continue
             shared.note(found.name, commit.manifest)
@@ -371,7 +374,10 @@ class SyncPlan:
             try:
                 if self.base is not self.route.target:
                     VisibleFiles(self.base).hide([found.name])
-                delete_checkpoint(self.route.target, found.name)
+                if found.state is State.INCOMPLETE:
+                    give_up(self.route.target, found.name, write_id=found.write_id)
+                else:
+                    delete_checkpoint(self.route.target, found.name)
             except _OF_ONE as error:
                 self._errors[found.name] = error
                 continue

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from milepost.checkpoint import Checkpoint, open_checkpoint, open_run
-from milepost.errors import ExistsError, FencedError, UsageError
+from milepost.errors import ExistsError, FencedError, InUseError, UsageError
 from milepost.runs import (
     Origin,
     ensure_run,
@@ -22,6 +22,7 @@ from milepost.runs.prune import delete_checkpoint
 from milepost.runs.validations import Request, request_validation
 from milepost.stores import LocalStore, MemoryStore
 from milepost.testing import Crash, Fault, FaultStore
+from milepost.transfers.claims import Commit, claim_copy
 from milepost.transfers.whole import plan_sync, sync_run
 
 
@@ -154,6 +155,44 @@ def test_nothing_is_deleted_while_something_could_not_be_copied(run, target):
     assert list(report.errors) == ["ep4"]
     assert report.deleted == ()
     assert [one.name for one in scan(target).lineage()] == ["ep1", "ep2", "ep3"]
+
+
+def test_what_retention_deletes_meanwhile_is_left_out(run):
+    """One that is being read on a disk is not deleted; one that comes later is gone."""
+    below = MemoryStore("copy")
+    refused = []
+
+    def retire(_: int, operation: str) -> None:
+        if operation == "create_writer ep2/own.bin":
+            with pytest.raises(InUseError):
+                delete_checkpoint(run.store, "ep2")
+            refused.append("ep2")
+            delete_checkpoint(run.store, "ep1")
+
+    report = sync_run(open_run(run.store), FaultStore(below, before=retire))
+    assert refused == ["ep2"]
+    assert not report.errors
+    assert [one.name for one in scan(below).found] == ["ep2", "ep3"]
+
+
+def test_what_was_begun_of_a_checkpoint_that_is_gone_is_removed(run):
+    """Deleted at the source while it was copied from afar, or after the copy was killed."""
+    far = MemoryStore("far")
+    sync_run(open_run(run.store), far)
+    below = MemoryStore("copy")
+
+    def retire(_: int, operation: str) -> None:
+        if operation == "put_new ep2/attempt.json":
+            delete_checkpoint(far, "ep2")
+
+    report = sync_run(open_run(far), FaultStore(below, before=retire))
+    assert not report.errors
+    assert [one.name for one in scan(below).found] == ["ep1", "ep3"]
+    with claim_copy(below, "ep9", Commit.read(run.store, "ep2")):
+        below.put("ep9/own.bin", b"x")
+    assert sync_run(open_run(far), below).deleted == ()
+    assert sync_run(open_run(far), below, delete=True).deleted == ("ep9",)
+    assert not list(below.list("ep9"))
 
 
 def test_one_that_is_damaged_does_not_stop_the_others(run, target):
