@@ -25,7 +25,7 @@ from milepost.checkpoint import run_store
 from milepost.runs import Level, State, this_process
 from milepost.testing.asserts import assert_equal_states
 
-from ..places import Place, strays
+from ..places import Place, open_uploads, strays
 
 Straight = Callable[[int], dict[str, Any]]
 SCRIPT = Path(__file__).with_name("kill_script.py")
@@ -170,6 +170,8 @@ def run_with_kills(job: Job, expected: dict[str, Any], *, num_kills: int, seed: 
         assert strays(job.run) == []
     if job.keep:
         assert len(view.lineage()) == job.keep
+    # Only a kill leaves an upload open, and of one file at most is more than one piece sent.
+    assert len(open_uploads(job.place)) <= kills
     assert len(expected["losses"]) == 100
     assert_equal_states(job.result(), expected)
 
