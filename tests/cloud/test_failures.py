@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import milepost as mp
 from milepost.format.digest import BLOCK_BYTES
@@ -20,6 +21,7 @@ from milepost.testing.proxy import (
     Forward,
     HangUp,
     Request,
+    Rule,
     answer_with,
     cut_answer,
     error_answer,
@@ -283,3 +285,47 @@ def test_a_silent_connection_is_noticed_however_large_the_object_is(
     with pytest.raises(mp.StorageError, match="in time") as caught:
         read_key(store, "big")
     assert caught.value.facts["tries"] == 3
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind"),
+    [
+        (answer_with(503, "SlowDown"), mp.StorageError),
+        (answer_with(403, "AccessDenied"), mp.AccessError),
+        (hang_up, mp.StorageError),
+    ],
+    ids=["503", "403", "reset"],
+)
+def test_a_bucket_that_fails_at_the_newest_checkpoint_is_not_resumed_from_an_older_one(
+    proxy: FaultProxy, store: CloudStore, trouble: Rule, kind: type[mp.CheckpointError]
+) -> None:
+    """The newest would be lost without a word; in a minute it can be read again."""
+    model = torch.nn.Linear(3, 2)
+    with mp.Checkpointer(store, model=model) as run:
+        for name in ("a", "b"):
+            run.step()
+            run.save(name, wait=True)
+    fresh = open_s3(proxy.endpoint, store.url.partition("//runs/")[2])
+    is_newest = lambda one: "/b/" in one.path or "b%2F" in one.path  # noqa: E731 - read at once
+    proxy.rule = first(None, trouble, only=is_newest)
+    with pytest.raises(kind):
+        mp.Checkpointer(fresh, model=model).open()
+    proxy.rule = first(0, trouble)
+    with mp.Checkpointer(fresh, model=model) as run:
+        assert run.resumed_from == "b"
+
+
+def test_stores_of_one_bucket_slow_down_together(proxy: FaultProxy, store: CloudStore) -> None:
+    """A service that is asked for more than it can take does not tell whose requests they are."""
+    other = open_s3(proxy.endpoint, f"another/{time.time_ns()}")
+    store.put_new("warm", b"")
+    other.put_new("warm", b"")
+    assert other._pace.gap_s == 0
+    proxy.rule = answer_with(503, "SlowDown")
+    with pytest.raises(mp.StorageError):
+        store.get("warm")
+    assert other._pace.gap_s > 0
+    proxy.rule = first(0, hang_up)
+    for _ in range(20):
+        assert other.get("warm") == b""
+    assert store._pace.gap_s == 0
