@@ -29,6 +29,9 @@ __all__ = ["DOWNLOADS", "UPLOADS", "missing", "save_and_load"]
 
 STATE_BYTES = 2**30
 _NUM_REQUESTS = 8
+_SETTLE_S = 0.5
+"""The server goes on working for a moment when it has answered, on the cores of who copies next."""
+
 _OBJECT = "peer"
 Transfer = Callable[[Gateway, memoryview], Callable[[], Any]]
 
@@ -56,11 +59,13 @@ def save_and_load(folder: Path, *, rounds: int) -> tuple[Figures, int]:
                     row[f"{name} up"] = _timed(upload)
                     if name != "obstore":  # which is loaded below
                         client.delete_object(Bucket=BUCKET, Key=f"{_OBJECT}-{name}")
+                time.sleep(_SETTLE_S)
                 start = time.perf_counter()
                 pending = run.save(f"round{index}")
                 row["milepost blocking"] = time.perf_counter() - start
                 pending.wait()
                 row["milepost up"] = time.perf_counter() - start
+                time.sleep(_SETTLE_S)
                 start = time.perf_counter()
                 beside = local.save(f"round{index}")
                 row["local blocking"] = time.perf_counter() - start
