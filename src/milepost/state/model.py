@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..collecting import no_collecting
 from ..errors import MismatchError, UnsupportedStateError
 from ..tensors.boxes import is_sharded
 from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
@@ -120,6 +121,12 @@ class ModelPart(Alike):
         self, source: StateSource, item: str, report: LoadReport
     ) -> dict[str, tuple[str, Any]]:
         """Return ``own name -> (stored name, live value)`` of what fits, and report the rest."""
+        with no_collecting():
+            return self._find_matches(source, item, report)
+
+    def _find_matches(
+        self, source: StateSource, item: str, report: LoadReport
+    ) -> dict[str, tuple[str, Any]]:
         live = self._live()
         tree = source.trees[item]
         infos = source.tensors(item)
@@ -190,16 +197,17 @@ class ModelPart(Alike):
         tree, infos = source.trees[item], source.tensors(item)
         wanted: list[tuple[str, str, Tensor | Run]] = []
         later: list[tuple[Tensor | Run, Any, dict[str, Tensor | Run]]] = []
-        for stored, value in matches.values():
-            tag = tree[stored]
-            key = leaf_tag(tag)
-            is_dtype = value.dtype is dtype_of_code(infos[key].code)
-            if "dtype" not in tag and is_dtype:
-                wanted.append((item, key, value))
-            else:
-                raw = new_like(value, infos[key])
-                wanted.append((item, key, raw))
-                later.append((value, tag, {key: raw}))
+        with no_collecting():
+            for stored, value in matches.values():
+                tag = tree[stored]
+                key = leaf_tag(tag)
+                is_dtype = value.dtype is dtype_of_code(infos[key].code)
+                if "dtype" not in tag and is_dtype:
+                    wanted.append((item, key, value))
+                else:
+                    raw = new_like(value, infos[key])
+                    wanted.append((item, key, raw))
+                    later.append((value, tag, {key: raw}))
         source.read(wanted)
         with torch.no_grad():
             for value, tag, made in later:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..collecting import no_collecting
 from ..errors import FormatError, MissingError
 from ..stores.pages import ask_for_huge_pages
 from ..tensors.boxes import Box, is_sharded
@@ -196,10 +197,11 @@ def load_tree(
     """
     infos = source.tensors(item)
     given = into or {}
-    keys = [key for key in dict.fromkeys(leaf_keys(tree)) if key in infos]
-    made: dict[str, Tensor | Run] = {
-        key: given[key] if key in given else new_tensor(infos[key]) for key in keys
-    }
+    with no_collecting():
+        keys = [key for key in dict.fromkeys(leaf_keys(tree)) if key in infos]
+        made: dict[str, Tensor | Run] = {
+            key: given[key] if key in given else new_tensor(infos[key]) for key in keys
+        }
     source.read([(item, key, tensor) for key, tensor in made.items()])
 
     def get(key: str) -> Tensor | Run:
@@ -207,7 +209,8 @@ def load_tree(
             raise MissingError(f"{source.name}: item {item!r} lacks the tensor {key!r}.")
         return made[key]
 
-    return unpack_item(tree, get)
+    with no_collecting():
+        return unpack_item(tree, get)
 
 
 class _Subtree:
