@@ -288,7 +288,10 @@ class CheckpointSource:
         return table
 
     def _table_of_parts(self, item: str) -> PartTable:
-        headers = {file: self._header(file) for file in self.files(item)}
+        files = self.files(item)
+        if len(set(files)) < len(files):
+            raise FormatError(f"{self.name}: {item} has a part twice.")
+        headers = {file: self._header(file) for file in files}
         return PartTable(headers, name=f"{self.name}: {item}")
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
