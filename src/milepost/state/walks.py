@@ -95,7 +95,8 @@ def _facts(modules: Sequence[nn.Module]) -> list[Any]:
         [one._buffers for one in modules],
     ):
         facts.append(list(map(len, tables)))
-        facts.append(list(chain.from_iterable(tables)))
+        # By keys(): a scripted module has tables of its own kind, which are no dicts.
+        facts.append(list(chain.from_iterable(table.keys() for table in tables)))
         # By number: what an object was replaced by may be equal to it, or compare as tensors do.
         facts.append([id(one) for table in tables for one in table.values()])
     return facts

@@ -171,3 +171,22 @@ def test_a_walk_keeps_nothing_alive():
     del model
     gc.collect()
     assert whole() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_module_is_walked_like_any_other():
+    """Its tables are of a kind of their own: no dicts, though they look like them."""
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    tracked = Tracked()
+    tracked.add("model", model)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        parameters["0.weight"].fill_(2.0)
+    parameters["1.bias"].requires_grad_(False)
+    seen(model)
+    held = {item.name: item for item in tracked.capture()}["model"]
+    kept = {leaf.key: tensor for leaf, tensor in zip(held.leaves, held.tensors, strict=True)}
+    assert sorted(kept) == sorted(model.state_dict())
+    assert bool((kept["0.weight"] == 2).all())
+    assert {leaf.key for leaf in held.leaves if leaf.is_frozen} == {"1.bias"}
+    assert walk_of(model).is_current(model)
