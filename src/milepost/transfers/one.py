@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint import Checkpoint, open_checkpoint, run_store
-from ..errors import DamagedError, ExistsError, MissingError, UsageError
+from ..errors import DamagedError, MissingError, UsageError
 from ..format.layout import ATTEMPT, DELETED, HIDDEN, LATEST, MANIFEST
 from ..runs.folders import check_folder, file_key
-from ..runs.sessions import read_run
 from ..runs.verify import Level
 from ..runs.verify import verify as compare
 from ..stores.base import Store
 from ..stores.url import is_address, open_store
+from .branches import refuse_misplaced
 from .bring import Progress, Shared, bring
 from .claims import Commit, claim_copy, is_committed
 from .others import Other, send_others
@@ -55,7 +55,8 @@ def copy_checkpoint(
 
     Raises:
         MissingError: There is no such checkpoint, or a file of it is missing.
-        ExistsError: There is something else.
+        ExistsError: There is something else, or the run there is another branch of its own.
+        UsageError: The run there knows nothing of the session that wrote it.
         InUseError: Another process is copying there.
         DamagedError: Bytes that do not match their checksum. What was copied before stays for the
             next try; it is no checkpoint.
@@ -149,7 +150,7 @@ def _destination(found: Checkpoint, to: Place | Store, commit: Commit) -> tuple[
         return _below(found, store, commit)
     above, _, name = text.rpartition("/")
     if above and not above.endswith(":/") and not above.endswith("//"):
-        _check_member(above, name, commit)
+        _check_member(found, above, name, commit)
     return store, ""
 
 
@@ -166,7 +167,7 @@ def _below(found: Checkpoint, store: Store, commit: Commit) -> tuple[Store, str]
             hint="Copy the checkpoint to a place of its own, or the whole run with milepost sync.",
         )
     name = check_folder(own.rpartition("/")[2])
-    _refuse_other_name(records, name, commit)
+    refuse_misplaced(found, records, name, commit)
     return records, name
 
 
@@ -186,8 +187,8 @@ def _is_free(store: Store) -> bool:
     return next(iter(store.list()), None) is None
 
 
-def _check_member(above: str, name: str, commit: Commit) -> None:
-    """Refuse a name in a run that is none, or not that of the checkpoint."""
+def _check_member(found: Checkpoint, above: str, name: str, commit: Commit) -> None:
+    """Refuse a name in a run that is none, and a checkpoint that is not for this run."""
     records = run_store(above)
     if records is None:
         return
@@ -197,18 +198,4 @@ def _check_member(above: str, name: str, commit: Commit) -> None:
             hint=f"Name the run: {above}/",
         )
     check_folder(name)
-    _refuse_other_name(records, name, commit)
-
-
-def _refuse_other_name(records: Store, name: str, commit: Commit) -> None:
-    """Refuse to count one checkpoint of a run twice."""
-    try:
-        run_id = read_run(records).run_id
-    except MissingError:
-        return
-    if run_id == commit.manifest.run_id and name != commit.manifest.name:
-        raise ExistsError(
-            f"{commit.manifest.name} is a checkpoint of the run at {records.url} itself.",
-            hint="It keeps its name there; copy it to a place of its own for another one.",
-            name=name,
-        )
+    refuse_misplaced(found, records, name, commit)

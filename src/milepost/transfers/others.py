@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..copies.transfer import FileCopy, copy_files
-from ..errors import MissingError
+from ..errors import MissingError, StorageError
 from ..stores.base import Entry
 from .route import Route
 
@@ -45,10 +45,12 @@ def send_others(
     """
 
     def send(other: Other) -> bool:
-        found = _look(route, other) if there is None else there.get(other.new_key)
-        if found is not None and not _may_differ(other.entry, found):
-            return False
-        return _send(route, other)
+        found = _look(route, other.new_key) if there is None else there.get(other.new_key)
+        if found is None or _may_differ(other.entry, found):
+            return _send(route, other)
+        if there is not None and _beside(other.new_key) in there:
+            route.target.delete(_beside(other.new_key))
+        return False
 
     if not others:
         return 0
@@ -56,9 +58,9 @@ def send_others(
         return sum(pool.map(send, others))
 
 
-def _look(route: Route, other: Other) -> Entry | None:
+def _look(route: Route, key: str) -> Entry | None:
     try:
-        return route.target.head(other.new_key)
+        return route.target.head(key)
     except MissingError:
         return None
 
@@ -67,17 +69,42 @@ def _may_differ(entry: Entry, found: Entry) -> bool:
     return entry.size_bytes != found.size_bytes or entry.modified_s > found.modified_s
 
 
+def _beside(new_key: str) -> str:
+    return f"{new_key}.milepost-new"
+
+
 def _send(route: Route, other: Other) -> bool:
     """Send a file as it is now; return ``False`` if it is gone."""
-    key, size_bytes = other.entry.key, other.entry.size_bytes
+    key = other.entry.key
     try:
-        if size_bytes <= _SMALL_BYTES:
+        if other.entry.size_bytes <= _SMALL_BYTES:
             # A file that grows meanwhile is sent as far as it is read.
             route.target.put(other.new_key, route.source.get(key))
-            return True
-        size_bytes = route.source.head(key).size_bytes
-        route.target.delete(other.new_key)
-        copy_files(route.source, route.target, [FileCopy(key, other.new_key, size_bytes)])
+        else:
+            _send_large(route, FileCopy(key, other.new_key, route.source.head(key).size_bytes))
     except MissingError:
         return False
     return True
+
+
+def _send_large(route: Route, file: FileCopy) -> None:
+    """Send a file that stores do not replace in one step; at every moment one copy there is whole.
+
+    The new one comes beside the old one, which goes only then. If the old one is not there, but one
+    beside it is, then a try was stopped in between, and that one is whole: it goes last.
+    """
+    target, new = route.target, file.new_key
+    beside = _beside(new)
+    if _look(route, new) is None:
+        copy_files(route.source, target, [file])
+        target.delete(beside)
+        return
+    target.delete(beside)  # a try was stopped while it was sent
+    copy_files(route.source, target, [FileCopy(file.key, beside, file.size_bytes)])
+    target.delete(new)
+    try:
+        target.link(beside, new)
+    except StorageError:  # too large for the service to copy
+        copy_files(target, target, [FileCopy(beside, new, file.size_bytes)])
+    target.sync_folder(new.rpartition("/")[0])
+    target.delete(beside)

@@ -185,15 +185,25 @@ class SyncPlan:
 
     @property
     def doomed(self) -> list[Found]:
-        """Return what is there, not pinned, and not at the source, if that is to be deleted."""
+        """Return what is there, not pinned, and gone from the source, if that is to be deleted.
+
+        What is damaged at the source is not gone from it: the copy may be all that is left of it.
+        Where one checkpoint is, none is deleted, since nobody knows what else has come to harm.
+        """
         if not self.deletes or self.target_view is None or not self.view.lineage():
             return []
-        names = {(found.name, found.write_id) for found in self.view.found}
-        return [
-            found
-            for found in self.target_view.found
-            if (found.name, found.write_id) not in names and self._may_go(found)
-        ]
+        if any(found.state is State.DAMAGED for found in self.view.found):
+            return []
+        return [one for one in self.target_view.found if self._is_gone(one) and self._may_go(one)]
+
+    def _is_gone(self, there: Found) -> bool:
+        """Return whether the source has another whole one of this name, or nothing left of it."""
+        for found in self.view.found:
+            if found.name == there.name:
+                return found.state in _WHOLE and found.write_id != there.write_id
+        below = [key for key in self.listed if key.startswith(f"{there.name}/")]
+        # Files that others have put there stay when a checkpoint is deleted.
+        return all(_is_beside(key, there) for key in below)
 
     @property
     def skipped(self) -> dict[str, str]:

@@ -32,6 +32,7 @@ class Maker:
         run = ensure_run(self.store)
         self.session = record_origin(self.store, open_session(self.store, run), origin)
         self.attempt = 0
+        self.parent = origin.name if origin else None
         self.last: tuple[str, FileEntry] | None = None
 
     def save(self, name: str, size_bytes: int = 1000, *, link: bool = True) -> Manifest:
@@ -55,7 +56,7 @@ class Maker:
             session=self.session.number,
             attempt=self.attempt,
             write_id=held.write_id,
-            parent=None,
+            parent=self.parent,
             reason="manual",
             is_final=False,
             created_s=float(self.attempt),
@@ -69,6 +70,7 @@ class Maker:
         )
         publish(self.store, self.session, manifest)
         if "/" not in name:
+            self.parent = held.folder
             point_latest(self.store, held.folder)
         return manifest
 

@@ -206,6 +206,45 @@ def test_one_that_is_damaged_does_not_stop_the_others(run, target):
     assert [one.name for one in scan(target).lineage()] == ["ep3"]
 
 
+def _tear(store, key: str) -> None:
+    store.put(key, b"\0" * store.head(key).size_bytes)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda store: [_tear(store, f"ep2/{f}.json") for f in ("manifest", "attempt")],
+        lambda store: (_tear(store, "ep2/manifest.json"), store.delete("ep2/attempt.json")),
+        lambda store: _tear(store, "ep2/manifest.json"),
+        lambda store: [store.delete(f"ep2/{f}.json") for f in ("manifest", "attempt")],
+        lambda store: store.delete("ep2/manifest.json"),
+        lambda store: (store.delete("ep2/manifest.json"), _tear(store, "ep2/attempt.json")),
+    ],
+    ids=["both", "torn-lost", "commit-torn", "both-lost", "commit-lost", "lost-torn"],
+)
+def test_what_came_to_harm_at_the_source_is_not_deleted_from_the_copy(run, target, harm):
+    """It is not gone; the copy is all that is left of it."""
+    sync_run(open_run(run.store), target)
+    harm(run.store)
+    report = sync_run(open_run(run.store), target, delete=True)
+    assert report.deleted == ()
+    assert [one.name for one in scan(target).lineage()] == ["ep1", "ep2", "ep3"]
+    assert verify(target, "ep2", "full").is_good
+
+
+def test_while_one_is_damaged_at_the_source_nothing_is_deleted(run, target):
+    """Nobody knows what else has come to harm there, a whole folder perhaps."""
+    sync_run(open_run(run.store), target)
+    delete_checkpoint(run.store, "ep1")
+    _tear(run.store, "ep2/manifest.json")
+    report = sync_run(open_run(run.store), target, delete=True)
+    assert (report.deleted, list(report.skipped)) == ((), ["ep2"])
+    for entry in list(run.store.list("ep2")):
+        run.store.delete(entry.key)
+    run.store.put("ep1/mine.txt", b"x")  # stays where it is when a checkpoint is deleted
+    assert sync_run(open_run(run.store), target, delete=True).deleted == ("ep1", "ep2")
+
+
 def test_two_runs_are_never_mixed(run, make, tmp_path):
     """Another run, files of people, or the run itself at the place."""
     other = make("other")
