@@ -4,7 +4,8 @@ A block is read in one of three ways. What a store hands out from memory of its 
 answer of a service, is checked and copied from there. What the page cache holds is copied straight
 into place, and checked there while it is hot. Everything else goes past the page cache into
 page-aligned memory, is checked there and copied. So after an error what was being read into is
-neither old nor new; nothing must be done with it but to restore it from elsewhere.
+neither old nor new; nothing must be done with it but to restore it from elsewhere. Nobody writes to
+it any more by then, whatever thread still waits for an answer.
 
 Only some files are open at a time, for there may be more of them than a process may have open.
 """
@@ -15,12 +16,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
 
+from ..errors import DamagedError, StorageError
 from ..fetching import Fetching
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.manifest import FileEntry, Manifest
@@ -28,6 +30,7 @@ from ..stores.base import CachedReader, LendingReader, Reader, Store
 from ..stores.pages import page_memory
 from .checks import check_size, read_again, read_block
 from .ranges import Batch, Range
+from .workers import Workers
 
 __all__ = ["BlockReads", "Progress"]
 
@@ -46,6 +49,8 @@ _HOT_BYTES = 512 * 1024
 
 _STRAIGHT_BYTES = 256 * 1024
 """From how many bytes on they are copied from the page cache into place, and less beside it."""
+
+_SAFE = "What was being loaded into is neither old nor new; load something else into it."
 
 Progress = Callable[[int], None]
 
@@ -69,6 +74,8 @@ class _File:
         self.entry = entry
         self._store = store
         self._num_left = num_blocks
+        self._num_reading = 0
+        self._is_closed = False
         self._reader: Reader | None = None
         self.lender: LendingReader | None = None
         self.cached: CachedReader | None = None
@@ -77,36 +84,57 @@ class _File:
     def open(self) -> Reader:
         """Open it, if it is not, and compare its size."""
         with self._lock:
-            if self._reader is None:
-                reader = self._store.open_reader(self.where)
-                try:
-                    check_size(reader, self.entry, self.where)
-                except BaseException:
-                    reader.close()
-                    raise
-                self._reader = reader
-                self.lender = reader if isinstance(reader, LendingReader) else None
-                self.cached = reader if isinstance(reader, CachedReader) else None
-            return self._reader
+            return self._open()
+
+    def _open(self) -> Reader:
+        if self._is_closed:
+            raise StorageError(f"{self.where} is not read any more.", path=self.where)
+        if self._reader is None:
+            reader = self._store.open_reader(self.where)
+            try:
+                check_size(reader, self.entry, self.where)
+            except BaseException:
+                reader.close()
+                raise
+            self._reader = reader
+            self.lender = reader if isinstance(reader, LendingReader) else None
+            self.cached = reader if isinstance(reader, CachedReader) else None
+        return self._reader
 
     def length_of(self, block: int) -> int:
         """Return how many bytes a block has."""
         return min(BLOCK_BYTES, self.entry.size_bytes - block * BLOCK_BYTES)
 
-    def leave(self, num_blocks: int) -> None:
-        """Close it if these were the last of its blocks."""
+    @contextmanager
+    def reading(self, num_blocks: int) -> Iterator[Reader]:
+        """Open it to read some of its blocks; close it after the last ones."""
         with self._lock:
-            self._num_left -= num_blocks
-            is_last = not self._num_left
-        if is_last:
-            self.close()
+            reader = self._open()
+            self._num_reading += 1
+        try:
+            yield reader
+        finally:
+            with self._lock:
+                self._num_reading -= 1
+                self._num_left -= num_blocks
+                is_over = not self._num_left or self._is_closed
+            if is_over:
+                self.let_go()
 
-    def close(self) -> None:
-        """Close it, if it is open."""
+    def let_go(self) -> None:
+        """Close it, if it is open and nobody reads it; it may be opened again."""
         with self._lock:
+            if self._num_reading:  # a number that the system gives to another file at once
+                return
             reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
+
+    def close(self) -> None:
+        """Close it for good, at once or when those who read it now are done."""
+        with self._lock:
+            self._is_closed = True
+        self.let_go()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +197,14 @@ class BlockReads:
         self._listeners = [] if progress is None else [progress]
         self._fetching = fetching
         self._firsts = {} if firsts is None else firsts
-        self._queue: SimpleQueue[tuple[_File, list[_Block]]] = SimpleQueue()
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
         self._is_inference = torch.is_inference_mode_enabled()
         is_local = store.traits.is_local
         self._num_together = 1 if is_local else max(1, fetching.chunk_bytes // BLOCK_BYTES)
         at_once = _IN_FLIGHT_BYTES // (BLOCK_BYTES * self._num_together)
-        self._num_threads = NUM_THREADS if is_local else max(1, min(NUM_REQUESTS, at_once))
+        num_threads = NUM_THREADS if is_local else max(1, min(NUM_REQUESTS, at_once))
+        self._workers = Workers[tuple[_File, list[_Block]]](
+            "milepost-read", num_threads=num_threads
+        )
 
     def run(self, ranges: Mapping[str, Sequence[Range | Batch]]) -> None:
         """Fill the ranges of each file. All files are looked at before any byte is copied."""
@@ -192,7 +220,7 @@ class BlockReads:
                 file = _File(self._store, self._key(path), entry, num_blocks=len(blocks))
                 files.append(file)
                 for together in _neighbours(blocks, at_most=self._num_together):
-                    self._queue.put((file, together))
+                    self._workers.put((file, together))
                 num_bytes += sum(file.length_of(block.number) for block in blocks)
             self._look_at(files)
             for block, data in at_hand:
@@ -200,33 +228,23 @@ class BlockReads:
                 for listener in self._listeners:
                     listener(len(data))
             if self._store.traits.is_local:
-                self._work_together()
+                self._workers.run(self._work)
             else:
                 with self._fetching.shown(self._manifest.name, num_bytes) as came:
                     self._listeners.append(came)
-                    self._work_together()
+                    self._workers.run(self._work)
+        except DamagedError as error:
+            error.safe = error.safe or _SAFE
+            raise
         finally:
             for file in files:
                 file.close()
-        if self._error is not None:
-            raise self._error
-
-    def _work_together(self) -> None:
-        helpers = [
-            threading.Thread(target=self._work, name=f"milepost-read-{n}")
-            for n in range(1, min(self._num_threads, self._queue.qsize()))
-        ]
-        for helper in helpers:
-            helper.start()
-        self._work()
-        for helper in helpers:
-            helper.join()
 
     def _look_at(self, files: Sequence[_File]) -> None:
         def look(number: int) -> None:
             files[number].open()
             if number >= MAX_OPEN:
-                files[number].close()
+                files[number].let_go()
 
         if self._store.traits.is_local or len(files) == 1:
             for number in range(len(files)):
@@ -236,68 +254,70 @@ class BlockReads:
                 for looked in [pool.submit(look, number) for number in range(len(files))]:
                     looked.result()
 
-    def _work(self) -> None:
-        try:
-            memory = memoryview(page_memory(BLOCK_BYTES))
-            with torch.inference_mode(self._is_inference), torch.no_grad():
-                while self._error is None:
-                    try:
-                        file, blocks = self._queue.get_nowait()
-                    except Empty:
-                        return
-                    self._read(file, blocks, memory)
-        except BaseException as error:  # noqa: BLE001 - handed to run(), which raises it
-            with self._lock:
-                self._error = self._error or error
+    def _work(self, pieces: Iterator[tuple[_File, list[_Block]]]) -> None:
+        memory = memoryview(page_memory(BLOCK_BYTES))
+        with torch.inference_mode(self._is_inference), torch.no_grad():
+            for file, blocks in pieces:
+                self._read(file, blocks, memory)
 
     def _read(self, file: _File, blocks: list[_Block], memory: memoryview) -> None:
-        reader = file.open()
-        lent = memoryview(b"")
-        if file.lender is not None:
-            length = blocks[-1].start + file.length_of(blocks[-1].number) - blocks[0].start
-            lent = file.lender.lend(blocks[0].start, length)
-        for block in blocks:
-            data = memory[: file.length_of(block.number)]
-            if lent:
-                start = block.start - blocks[0].start
-                _take_lent(file, reader, block, lent[start : start + len(data)], data)
-            elif file.cached is not None and file.cached.is_cached(block.start, len(data)):
-                _copy_cached(file, file.cached, block, data)
-            else:
-                read_block(
-                    reader, file.entry, block.number, data, where=file.where, tensors=block.tensors
-                )
-                block.fill(data, block.parts)
-            for listener in self._listeners:
-                listener(len(data))
-        file.leave(len(blocks))
+        with file.reading(len(blocks)) as reader:
+            lent = memoryview(b"")
+            if file.lender is not None:
+                length = blocks[-1].start + file.length_of(blocks[-1].number) - blocks[0].start
+                lent = file.lender.lend(blocks[0].start, length)
+            for block in blocks:
+                data = memory[: file.length_of(block.number)]
+                if lent:
+                    start = block.start - blocks[0].start
+                    self._take_lent(file, reader, block, lent[start : start + len(data)], data)
+                elif file.cached is not None and file.cached.is_cached(block.start, len(data)):
+                    self._copy_cached(file, file.cached, block, data)
+                else:
+                    read_block(
+                        reader,
+                        file.entry,
+                        block.number,
+                        data,
+                        where=file.where,
+                        tensors=block.tensors,
+                    )
+                    self._fill(block, data, block.parts)
+                for listener in self._listeners:
+                    listener(len(data))
 
+    def _fill(self, block: _Block, data: memoryview, parts: Iterable[Range | Batch]) -> None:
+        with self._workers.touching():
+            block.fill(data, parts)
 
-def _take_lent(
-    file: _File, reader: Reader, block: _Block, lent: memoryview, data: memoryview
-) -> None:
-    """Copy a block from memory of the store; ``data`` is memory for another try."""
-    entry, number = file.entry, block.number
-    if crc32c(lent) != entry.crcs[number]:
-        read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)
-        lent = data
-    block.fill(lent, block.parts)
+    def _take_lent(
+        self, file: _File, reader: Reader, block: _Block, lent: memoryview, data: memoryview
+    ) -> None:
+        """Copy a block from memory of the store; ``data`` is memory for another try."""
+        entry, number = file.entry, block.number
+        if crc32c(lent) != entry.crcs[number]:
+            read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)
+            lent = data
+        self._fill(block, lent, block.parts)
 
-
-def _copy_cached(file: _File, reader: CachedReader, block: _Block, data: memoryview) -> None:
-    """Copy a block from the page cache into place, and what has to into ``data`` first."""
-    pieces, rest = _in_place(block, data)
-    found, at = 0, block.start
-    for piece in pieces:
-        for low in range(0, len(piece), _HOT_BYTES):
-            hot = piece[low : low + _HOT_BYTES]
-            reader.copy_into(at, hot)
-            found = crc32c(hot, found)
-            at += len(hot)
-    if found != file.entry.crcs[block.number]:
-        read_again(reader, file.entry, block.number, data, where=file.where, tensors=block.tensors)
-        rest = block.parts
-    block.fill(data, rest)
+    def _copy_cached(
+        self, file: _File, reader: CachedReader, block: _Block, data: memoryview
+    ) -> None:
+        """Copy a block from the page cache into place, and what has to into ``data`` first."""
+        pieces, rest = _in_place(block, data)
+        found, at = 0, block.start
+        for piece in pieces:
+            for low in range(0, len(piece), _HOT_BYTES):
+                hot = piece[low : low + _HOT_BYTES]
+                with self._workers.touching():
+                    reader.copy_into(at, hot)
+                found = crc32c(hot, found)
+                at += len(hot)
+        entry, number = file.entry, block.number
+        if found != entry.crcs[number]:
+            read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)
+            rest = block.parts
+        self._fill(block, data, rest)
 
 
 def _in_place(block: _Block, data: memoryview) -> tuple[list[memoryview], list[Range | Batch]]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from typing import Protocol, overload
 
 from ..format.digest import BLOCK_BYTES, block_count, crc32c
 from ..format.manifest import FileEntry
 from ..stores.base import LastingWriter, Store, Writer
+from .workers import Workers
 
 __all__ = ["FileJob", "Job", "SizedJob", "WriteCost", "copied_job", "file_job", "write_files"]
 
@@ -170,68 +170,55 @@ def write_files(
     """
     if not jobs:
         return []
-    return _Pipeline(store, jobs, cost or WriteCost()).run(num_threads)
+    return _Pipeline(store, jobs, cost or WriteCost(), num_threads).run()
 
 
 class _Pipeline:
-    def __init__(self, store: Store, jobs: Sequence[Job], cost: WriteCost) -> None:
+    def __init__(
+        self, store: Store, jobs: Sequence[Job], cost: WriteCost, num_threads: int
+    ) -> None:
         self._store = store
         self._cost = cost
         self._jobs = jobs
         self._crcs = [[0] * block_count(job.size_bytes) for job in jobs]
         self._left = [len(job.blocks) for job in jobs]
         self._writers: list[Writer] = []
-        self._queue: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._workers = Workers[tuple[int, int]]("milepost-write", num_threads=num_threads)
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
 
-    def run(self, num_threads: int) -> list[FileEntry]:
+    def run(self) -> list[FileEntry]:
         try:
             for job in self._jobs:
                 self._writers.append(self._store.create_writer(job.key, job.size_bytes))
-            self._write_all(num_threads)
+            self._write_all()
         except BaseException:
-            for writer in self._writers:
-                writer.abort()
+            # Not under the hands of a thread that is stuck with one: what it writes to would be
+            # closed, and may be another file then.
+            if self._workers.is_still:
+                for writer in self._writers:
+                    writer.abort()
             raise
         return [
             FileEntry(job.path, job.size_bytes, tuple(crcs))
             for job, crcs in zip(self._jobs, self._crcs, strict=True)
         ]
 
-    def _write_all(self, num_threads: int) -> None:
+    def _write_all(self) -> None:
         for index, job in enumerate(self._jobs):
             for block in range(len(job.blocks)):
-                self._queue.put((index, block))
+                self._workers.put((index, block))
             if len(job.blocks) == 0:
                 self._close(index)
-        helpers = [
-            threading.Thread(target=self._work, name=f"milepost-write-{n}")
-            for n in range(1, min(num_threads, self._queue.qsize()))
-        ]
-        for helper in helpers:
-            helper.start()
-        self._work()
-        for helper in helpers:
-            helper.join()
-        if self._error is not None:
-            raise self._error
+        self._workers.run(self._work)
 
-    def _work(self) -> None:
-        try:
-            while self._error is None:
-                try:
-                    index, block = self._queue.get_nowait()
-                except Empty:
-                    return
-                self._write(index, block)
-        except BaseException as error:  # noqa: BLE001 - handed to run(), which raises it
-            with self._lock:
-                self._error = self._error or error
+    def _work(self, pieces: Iterator[tuple[int, int]]) -> None:
+        for index, block in pieces:
+            data = self._jobs[index].blocks[block]
+            with self._workers.touching():
+                self._write(index, block, data)
 
-    def _write(self, index: int, block: int) -> None:
+    def _write(self, index: int, block: int, data: memoryview) -> None:
         job, writer = self._jobs[index], self._writers[index]
-        data = job.blocks[block]
         self._crcs[index][block] = crc32c(data)
         if job.is_lasting and isinstance(writer, LastingWriter):
             writer.refer_at(block * BLOCK_BYTES, data)
