@@ -7,6 +7,7 @@ thousands of objects that stay, such as the table of 100,000 tensors, takes twic
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,21 @@ def no_collecting() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _num_inside -= 1
-            if not _num_inside and _was_on:
-                gc.enable()
+            if _num_inside:
+                _num_inside -= 1
+                if not _num_inside and _was_on:
+                    gc.enable()
+
+
+def _go_on_in_child() -> None:
+    """Collect as before in a forked child, where no thread is left that would say so."""
+    global _num_inside  # noqa: PLW0603 - as above
+    if _num_inside and _was_on:
+        gc.enable()
+    _num_inside = 0
+    _lock.release()
+
+
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_go_on_in_child
+)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DeadlineError, StateChangedError
+from ..errors import CheckpointError, DeadlineError, StateChangedError
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..staging import CopyCheck
 from ..state.batch_in_hand import version_of
@@ -40,6 +40,10 @@ _RUN_BYTES = 64
 _STRIDE_BYTES = 7919 * _RUN_BYTES
 """How far apart the samples of one save and of the next are."""
 _SHOWN = 8
+_SLICE_S = 1.0
+"""How often who waits looks whether there still is a thread that copies."""
+_STALLED_S = 600.0
+"""How long one waits while not a single piece is copied."""
 
 Bytes = np.ndarray[Any, Any]
 
@@ -124,6 +128,9 @@ class Copy:
         self._is_over = not tensors
         self._is_settled = not tensors
         self._error: BaseException | None = None
+        self._stopped: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._begins = threading.Lock()  # taken, for good, by who has the right to say it is over
         self._pid = os.getpid()
 
     @property
@@ -135,11 +142,33 @@ class Copy:
         """Copy in a thread of its own, if there is anything left to copy."""
         if self._is_over:
             return
+        self._thread = threading.Thread(target=self._run, name="milepost-copy")
         try:
-            threading.Thread(target=self._run, name="milepost-copy").start()
+            self._thread.start()
         except BaseException as error:
-            self._end(error)
+            self.stop(error)  # an interrupt may come when the thread is on its way already
             raise
+
+    def stop(self, error: BaseException) -> None:
+        """Go on no further, and wait until the thread writes to the arena no more.
+
+        For a save that has failed. One that is copied already stays what it is.
+
+        Args:
+            error: Why; what whoever needs the copy is told.
+
+        Raises:
+            DeadlineError: The thread is stuck in a piece.
+        """
+        with self._changed:
+            if self._is_over:
+                return
+            self._stopped = self._stopped or error
+        if self._begins.acquire(blocking=False):
+            self._end(error)  # it was not started, or not yet, and copies nothing any more
+        self._wait(None)
+        with self._changed:
+            self._is_settled, self._tensors = True, ()
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait for the end, and look for the last time whether somebody else wrote.
@@ -148,10 +177,10 @@ class Copy:
         by the save.
 
         Args:
-            timeout_s: How long to wait, in seconds; ``None`` for as long as it takes.
+            timeout_s: How long to wait, in seconds; ``None`` for as long as it goes on.
 
         Raises:
-            DeadlineError: It did not end in time.
+            DeadlineError: It did not end in time, or is stuck.
         """
         if os.getpid() != self._pid:
             return  # a forked child has no thread that could end it, and no save that needs it
@@ -171,10 +200,9 @@ class Copy:
             BaseException: What ended the copy before.
         """
         stop = self._end_bytes if stop_bytes is None else stop_bytes
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._reached_bytes >= stop)
-            if self._error is not None:
-                raise self._error
+        self._wait_for(lambda: self._is_over or self._reached_bytes >= stop, None)
+        if self._error is not None:
+            raise self._error
 
     def confirm(self) -> None:
         """Make sure that what was copied is the state at the moment of the save.
@@ -188,12 +216,15 @@ class Copy:
             raise self._error
 
     def _run(self) -> None:
+        if not self._begins.acquire(blocking=False):
+            return  # it was stopped before it began
         started_s = time.perf_counter()
         try:
+            self._require_wanted()
             for one in self._tensors:
                 self._copy(one)
         except BaseException as error:  # noqa: BLE001 - raised by the save
-            self._end(error)
+            self._end(self._stopped or error)
         else:
             self.copy_s = time.perf_counter() - started_s
             self._end(None)
@@ -217,6 +248,11 @@ class Copy:
         with self._changed:
             self._reached_bytes = stop_bytes
             self._changed.notify_all()
+        self._require_wanted()
+
+    def _require_wanted(self) -> None:
+        if self._stopped is not None:
+            raise _StoppedError
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:
@@ -226,13 +262,43 @@ class Copy:
             self._changed.notify_all()
 
     def _wait(self, timeout_s: float | None) -> None:
+        self._wait_for(lambda: self._is_over, timeout_s)
+
+    def _wait_for(self, is_there: Callable[[], bool], timeout_s: float | None) -> None:
+        """Wait for something, for as long as the copy goes on.
+
+        Args:
+            is_there: Whether it is there.
+            timeout_s: How long to wait at most, in seconds.
+
+        Raises:
+            DeadlineError: It did not come in time, or nothing at all was copied for a long time.
+        """
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        reached_bytes, stalled_s = -1, 0.0
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_over, timeout_s):
-                raise DeadlineError(
-                    f"The state was not copied within {timeout_s:g} s.",
-                    safe="The copy goes on; earlier checkpoints are intact.",
-                    hint="Change nothing of the state before the copy is done.",
-                )
+            while not is_there():
+                slice_s = _SLICE_S if until_s is None else min(_SLICE_S, until_s - time.monotonic())
+                if slice_s <= 0:
+                    raise _not_copied(f"within {timeout_s:g} s")
+                # A process that was held meanwhile has not waited: slices count, not the clock.
+                stalled_s = stalled_s + slice_s if self._reached_bytes == reached_bytes else 0.0
+                reached_bytes = self._reached_bytes
+                if stalled_s > _STALLED_S:
+                    raise _not_copied(f"and nothing more of it for {_STALLED_S:g} s")
+                if not self._changed.wait(slice_s) and self._is_lost:
+                    self._end(
+                        CheckpointError(
+                            "The thread that copies the state ended before the state was copied.",
+                            safe="Nothing was committed; earlier checkpoints are intact.",
+                        )
+                    )
+
+    @property
+    def _is_lost(self) -> bool:
+        """Return whether nobody is left who could end it."""
+        thread = self._thread
+        return thread is not None and thread.ident is not None and not thread.is_alive()
 
     def _look(self) -> None:
         """Look at all counters, once, and let go of the tensors."""
@@ -255,6 +321,18 @@ def _mark(data: Bytes, check: CopyCheck, shift: int) -> bytes:
     step = max(_RUN_BYTES, data.nbytes // _RUNS)
     start = shift * _STRIDE_BYTES % step
     return b"".join(data[at : at + _RUN_BYTES].tobytes() for at in range(start, data.nbytes, step))
+
+
+class _StoppedError(Exception):
+    """Leads the thread that copies out of what it is at, for ``Copy.stop``."""
+
+
+def _not_copied(how: str) -> DeadlineError:
+    return DeadlineError(
+        f"The state was not copied {how}.",
+        safe="The copy goes on; earlier checkpoints are intact.",
+        hint="Change nothing of the state before the copy is done.",
+    )
 
 
 def _state_changed(names: Sequence[str]) -> StateChangedError:

@@ -52,6 +52,9 @@ __all__ = ["SaveRequest", "Saver"]
 
 T = TypeVar("T")
 
+_LONGEST_SAVE_S = 24 * 3600.0
+"""How long a save waits for the one before. Whatever a store is asked for has a deadline itself."""
+
 
 class Saver(Generic[T]):
     """Writes the checkpoints of one session.
@@ -117,6 +120,7 @@ class Saver(Generic[T]):
         self._attempt = 0
         self._pid = os.getpid()
         self._current: PendingSave[T] | None = None
+        self._copy: Copy | None = None
         self._fenced: FencedError | None = None
 
     @property
@@ -132,6 +136,7 @@ class Saver(Generic[T]):
         *,
         owned: Late | None = None,
         capture_s: float = 0.0,
+        waited_s: float = 0.0,
     ) -> PendingSave[T]:
         """Copy a state and write it in the background.
 
@@ -141,14 +146,14 @@ class Saver(Generic[T]):
             capture_s: The seconds it took to collect the state.
             owned: What of the state may be copied while the training goes on, until an optimizer
                 is about to step; ``None``: nothing.
+            waited_s: The seconds that were waited for the save before already.
 
         Raises:
             FencedError: A newer session owns the run.
+            DeadlineError: The save before does not end.
         """
-        self._require_may_save()
-        started_s = time.perf_counter()
-        if self._current is not None:
-            self._current.check_done(None)
+        started_s = time.perf_counter() - waited_s
+        self.wait_until_free()
         waited_s = time.perf_counter() - started_s
         whole, rank = items, None
         layout = "milepost" if "/" in request.name else self._layout
@@ -161,36 +166,56 @@ class Saver(Generic[T]):
         marks = self._marks(whole, request.name)
         marked_s = time.perf_counter() - started_s - waited_s - planned_s
         staged, copy = self._stage(self._plan, items, owned)
-        if copy.is_late and owned is not None:
-            self._barrier.hold(copy, owned.modules)
-        copy.start()
-        staged_s = time.perf_counter() - started_s
-        unchanged = sum(part.plan.size_bytes for part in staged if part.is_unchanged)
-        stats = {
-            "state_bytes": self._plan.size_bytes,
-            "unchanged_bytes": unchanged,
-            "capture_s": capture_s,
-            "wait_s": waited_s,
-            "plan_s": planned_s,
-            "mark_s": marked_s,
-            "stage_s": staged_s - waited_s - planned_s - marked_s,
-            "blocking_s": capture_s + staged_s,
-            "late_bytes": copy.num_bytes,
-        }
-        share = None
-        if self._team is not None:
-            said = self._said(request)
-            share = Share.of(whole, items, name=request.name, said=said, marks=marks)
-        return self._begin(
-            request,
-            staged=staged,
-            copy=copy,
-            trees={item.name: item.tree for item in items},
-            stats=stats,
-            layout=layout,
-            share=share,
-            is_joined=is_joined,
-        )
+        self._copy = copy
+        try:
+            if copy.is_late and owned is not None:
+                self._barrier.hold(copy, owned.modules)
+            copy.start()
+            staged_s = time.perf_counter() - started_s
+            unchanged = sum(part.plan.size_bytes for part in staged if part.is_unchanged)
+            stats = {
+                "state_bytes": self._plan.size_bytes,
+                "unchanged_bytes": unchanged,
+                "capture_s": capture_s,
+                "wait_s": waited_s,
+                "plan_s": planned_s,
+                "mark_s": marked_s,
+                "stage_s": staged_s - waited_s - planned_s - marked_s,
+                "blocking_s": capture_s + staged_s,
+                "late_bytes": copy.num_bytes,
+            }
+            share = None
+            if self._team is not None:
+                said = self._said(request)
+                share = Share.of(whole, items, name=request.name, said=said, marks=marks)
+            return self._begin(
+                request,
+                staged=staged,
+                copy=copy,
+                trees={item.name: item.tree for item in items},
+                stats=stats,
+                layout=layout,
+                share=share,
+                is_joined=is_joined,
+            )
+        except BaseException as error:
+            # Nobody will commit it, and an optimizer that is about to step must not wait for it.
+            copy.stop(error)
+            raise
+
+    def wait_until_free(self) -> None:
+        """Wait until the save before has ended and nothing writes to the arena for it.
+
+        Raises:
+            FencedError: A newer session owns the run.
+            DeadlineError: The save before does not end.
+        """
+        self._require_may_save()
+        if self._current is not None:
+            self._current.check_done(_LONGEST_SAVE_S)
+        if self._copy is not None:
+            self._copy.settle()
+            self._copy = None
 
     def prepare(self, num_bytes: int) -> None:
         """Have memory got ahead of the first save, in the background.
@@ -257,7 +282,7 @@ class Saver(Generic[T]):
         if self._team is None or self._fenced is not None:
             return
         if self._current is not None:
-            self._current.check_done(None)
+            self._current.check_done(_LONGEST_SAVE_S)
         request = SaveRequest(name=name, reason="manual")
         pending = self._begin(request, layout=self._layout, share=Share.of_error(error))
         pending.was_reported = True  # by the error itself
@@ -293,14 +318,20 @@ class Saver(Generic[T]):
             pending.name = folder
 
         work = Work(request=request, attempt=self._attempt, on_claim=name, **given)
+        begins = threading.Lock()
+        run = threading.Thread(target=self._run, args=(work, pending, begins), name="milepost-save")
         try:
-            threading.Thread(target=self._run, args=(work, pending), name="milepost-save").start()
+            run.start()
         except BaseException as error:
-            pending.fail(error)  # or whoever waits for it would wait for ever
+            # An interrupt may come when the thread is on its way already: then that ends the save.
+            if begins.acquire(blocking=False):
+                pending.fail(error)  # or whoever waits for it would wait for ever
             raise
         return pending
 
-    def _run(self, work: Work, pending: PendingSave[T]) -> None:
+    def _run(self, work: Work, pending: PendingSave[T], begins: threading.Lock) -> None:
+        if not begins.acquire(blocking=False):
+            return  # it was given up before it began
         try:
             manifest = self._committer.commit(work)
             committed_s = time.perf_counter()
@@ -317,6 +348,10 @@ class Saver(Generic[T]):
             if isinstance(error, FencedError):
                 self._fenced = error
             pending.stats = work.stats
-            pending.fail(error)
+            try:
+                if work.copy is not None:
+                    work.copy.stop(error)  # who sees that the save is over takes the arena
+            finally:
+                pending.fail(error)
         else:
             pending.succeed(result)
