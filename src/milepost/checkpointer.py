@@ -279,7 +279,13 @@ class Checkpointer:
         self._writer.meet(self._tracked.meet)
         with self._writer.telling():
             self._watch()
-        self._writer.open(self._resumption.resume, check=self._resumption.check, origin=origin)
+        resumption = self._resumption
+        self._writer.open(
+            resumption.resume,
+            check=resumption.check,
+            origin=origin,
+            covers=None if self._tracked.strict else resumption.covers,
+        )
         self._resumption.tell()
         self._is_open = True
         if self._signals is not None:

@@ -36,13 +36,13 @@ from .runs.manifests import ManifestCache
 from .runs.prune import sweep
 from .runs.scan import Found, RunView, State, scan
 from .runs.sessions import Origin, Session, ensure_run, open_session, read_run, record_origin
-from .runs.verify import newest_good
+from .runs.verify import Level, newest_good
 from .staging import CopyCheck, Staging
 from .stores.base import Store
 from .stores.prefix import PrefixStore
 from .visible import check_compression
 
-__all__ = ["Opened", "Opening", "Restore", "Resume", "WriterOptions"]
+__all__ = ["Covers", "Opened", "Opening", "Restore", "Resume", "WriterOptions"]
 
 _log = logging.getLogger("milepost")
 
@@ -115,6 +115,7 @@ class WriterOptions:
 
 
 Restore = Callable[[Checkpoint], None]
+Covers = Callable[[Checkpoint, Checkpoint], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,14 @@ class Opening:
         self._notes: list[str] = []
         self._view: RunView | None = None
 
-    def open(self, restore: Restore, *, check: Restore, origin: Checkpoint | None) -> Opened:
+    def open(
+        self,
+        restore: Restore,
+        *,
+        check: Restore,
+        origin: Checkpoint | None,
+        covers: Covers | None = None,
+    ) -> Opened:
         """Begin a session; see ``RunWriter.open``."""
         team, deadlines = self._team, self.options.deadlines
         # Whoever fails before this is known at once, and not when the leader has looked and waits.
@@ -180,7 +188,7 @@ class Opening:
             team.lead("open a session", self._open_session, timeout_s=deadlines.meet_s)
         )
         team.collect("see the run", lambda: self._see(session), timeout_s=deadlines.meet_s)
-        name = self._restore(restore, origin)
+        name = self._restore(restore, origin, covers)
         settled = team.lead(
             "begin", lambda: self._settle(session, name), timeout_s=deadlines.write_s
         )
@@ -296,19 +304,22 @@ class Opening:
             # Damage is dealt with when the session is open: an older one is taken then.
             _log.info("%s could not be compared: %s", newest["name"], error)
 
-    def _restore(self, restore: Restore, origin: Checkpoint | None) -> str | None:
+    def _restore(
+        self, restore: Restore, origin: Checkpoint | None, covers: Covers | None
+    ) -> str | None:
         """Restore the newest checkpoint that is whole, on every rank, and return its name."""
         passed_over: list[str] = []
         skipped: set[str] = set()
         while True:
             chosen = self._team.lead(
                 "choose a checkpoint",
-                lambda: self._choose(skipped, passed_over, origin),
+                lambda: self._choose(skipped, passed_over, origin, covers),
                 timeout_s=self.options.deadlines.write_s,
             )
             if chosen is None:
                 return None
-            # Damage shows only when the bytes are read. An older one is restored over it.
+            # Damage shows only when the bytes are read. An older one is restored over it; what
+            # that would not overwrite was looked at before.
             damage = self._team.collect(
                 "restore the checkpoint",
                 lambda: self._try_restore(chosen, restore, origin),  # noqa: B023 - called at once
@@ -322,7 +333,11 @@ class Opening:
             skipped.add(chosen["name"])
 
     def _choose(
-        self, skipped: set[str], passed_over: list[str], origin: Checkpoint | None
+        self,
+        skipped: set[str],
+        passed_over: list[str],
+        origin: Checkpoint | None,
+        covers: Covers | None,
     ) -> dict[str, Any] | None:
         """Return the newest checkpoint that is whole, but for those that turned out damaged."""
         view = self._view
@@ -333,6 +348,12 @@ class Opening:
             if isinstance(one.error, NewerFormatError):
                 raise one.error
         found, reports = newest_good(self.store, _without(view, skipped))
+        if found is not None and covers is not None:
+            bad = {report.name for report in reports}
+            older, _ = newest_good(self.store, _without(view, {*skipped, *bad, found.name}))
+            if older is not None and not covers(self._handle(found), self._handle(older)):
+                left = _without(view, skipped)
+                found, reports = newest_good(self.store, left, level=Level.FULL)
         passed_over += [
             f"{report.name}: {'; '.join(p.text for p in report.problems)}" for report in reports
         ]
@@ -366,6 +387,9 @@ class Opening:
         except (FormatError, MissingError) as error:
             return str(error)
         return ""
+
+    def _handle(self, found: Found) -> Checkpoint:
+        return self._checkpoint({"name": found.name, "state": str(found.state)})
 
     def _checkpoint(self, chosen: dict[str, Any]) -> Checkpoint:
         return Checkpoint(self._source, chosen["name"], state=State(chosen["state"]))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from .checkpoint import Checkpoint, Place, open_source
-from .errors import MismatchError, MissingError
+from .errors import FormatError, MismatchError, MissingError
 from .fetching import Fetching
 from .state.batch_in_hand import BatchInHand
 from .state.report import LoadReport, restoring
@@ -66,6 +66,7 @@ class Resumption:
         self.interval: Mapping[str, Any] = {}
         self._gradients: Mapping[str, Any] = {}
         self._own: Mapping[str, Any] = {}
+        self._broken_off: list[LoadReport] = []
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Compare a checkpoint with the tracked objects, before a session is opened for it.
@@ -84,18 +85,44 @@ class Resumption:
         self.report.notes.extend(self._writer.notes)
         _log.info("%s", self.report.summary())
 
+    def covers(self, newer: Checkpoint, older: Checkpoint) -> bool:
+        """Return whether restoring an older checkpoint changes all that a newer one changes.
+
+        Only then may the newer one be restored without a look at all of its bytes before: if one of
+        them turns out damaged half way, nothing of it is left behind.
+        """
+        try:
+            if newer.manifest.layout != "milepost":
+                return True  # a single file is read whole before anything is changed
+            if older.manifest.layout != "milepost":
+                return False
+            new, old = self._source_of(newer), self._source_of(older)
+            return all(
+                item in old.trees
+                and _keys(new.trees[item]) <= _keys(old.trees[item])
+                and new.tensors(item).items() <= old.tensors(item).items()
+                for item in new.trees
+            )
+        except (FormatError, MissingError) as error:
+            _log.info("%s and %s could not be compared: %s", newer.name, older.name, error)
+            return False
+
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore everything tracked so far.
 
         Raises:
-            MismatchError: It does not fit; nothing was changed.
+            MismatchError: It does not fit; nothing was changed. Or it lacks what a checkpoint
+                that was damaged half way has changed before.
             DamagedError: Bytes that do not match their checksum; another checkpoint must be
                 restored over what was changed.
         """
         source = self._source_of(checkpoint)
         late = set(source.trees) - set(self._tracked) - set(RESERVED_ITEMS)
-        self.report = self._tracked.restore(source, expected=late)
+        before = tuple(self._broken_off)
+        self.report = self._tracked.restore(source, expected=late, on_begin=self._broken_off.append)
         self._restore_extras(source)
+        _refuse_mixture(self.report, before)
+        self._broken_off.clear()
         self._source, self._unclaimed = source, late
         self.report.notes.extend(checkpoint.manifest.notes)
         self._note_other_ranks(self.report, checkpoint.manifest.world_size)
@@ -232,3 +259,26 @@ class Resumption:
             self.rng = state
             apply_rng(state)
             self._tracked.load_rank_states(self._own)
+
+
+def _keys(tree: Any) -> frozenset[str]:
+    return frozenset(tree) if isinstance(tree, Mapping) else frozenset()
+
+
+def _refuse_mixture(report: LoadReport, before: Iterable[LoadReport]) -> None:
+    """Refuse what a damaged checkpoint has changed half way, and this one did not overwrite."""
+    names = sorted({name for one in before for name in _gaps(report) - _gaps(one)})
+    if names:
+        broken = ", ".join(one.source for one in before)
+        raise MismatchError(
+            f"{broken} turned out damaged while it was restored, and {report.source}, which was "
+            f"restored in its place, lacks what it may have changed by then: "
+            f"{', '.join(names[:8])}{' and others' if len(names) > 8 else ''}.",
+            safe="Nothing was trained or saved.",
+            hint=f"Move {broken} out of the run, and start again.",
+            names=names,
+        )
+
+
+def _gaps(report: LoadReport) -> set[str]:
+    return {*report.missing, *report.mis_shaped, *report.mis_typed}

@@ -28,7 +28,7 @@ from .exit_check import unwatch, watch
 from .format.layout import HIDDEN
 from .format.manifest import Manifest
 from .liveness import note_commit
-from .opening import Opening, Restore, WriterOptions
+from .opening import Covers, Opening, Restore, WriterOptions
 from .ranks.solo import Solo, Team
 from .runs.costs import cost_text
 from .runs.keep import may_give_up
@@ -121,7 +121,14 @@ class RunWriter:
             self._leave()
             raise
 
-    def open(self, restore: Restore, *, check: Restore, origin: Checkpoint | None = None) -> None:
+    def open(
+        self,
+        restore: Restore,
+        *,
+        check: Restore,
+        origin: Checkpoint | None = None,
+        covers: Covers | None = None,
+    ) -> None:
         """Begin a session.
 
         Args:
@@ -131,6 +138,9 @@ class RunWriter:
                 opened, so that a start that cannot succeed does not fence a run that is well.
             origin: Go on from this checkpoint of the run instead of the newest; later ones are then
                 off the lineage.
+            covers: Tells of two checkpoints whether the second overwrites all that the first
+                changes. Where it does not, every byte of the first is checked before it is
+                restored. ``None`` if it always does.
 
         Raises:
             ExistsError: ``resume="never"`` and the run holds checkpoints.
@@ -147,7 +157,7 @@ class RunWriter:
             source=self._cached,
         )
         try:
-            opened = opening.open(restore, check=check, origin=origin)
+            opened = opening.open(restore, check=check, origin=origin, covers=covers)
         except BaseException:
             self._leave()
             raise

@@ -1,6 +1,9 @@
-"""Reading: blocks come from the store in several threads and are checked before a byte is used.
+"""Reading: blocks come from the store in several threads and are checked on the way.
 
-A tensor is never built from bytes whose checksum was not verified. Only the blocks that hold wanted
+A read that returns has verified the checksum of every byte. One that raises leaves what it was
+reading into neither old nor new: bytes that were at hand may be in place before they are checked,
+and other blocks were right. Whoever restores something else instead must see to it that it
+overwrites all of that; see ``opening.py``. Only the blocks that hold wanted
 bytes are read, and each is read once. Of a sharded tensor a rank reads the bytes of its own piece,
 however the tensor was cut when it was saved.
 """

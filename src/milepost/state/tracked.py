@@ -7,7 +7,7 @@ optimizers; then schedulers and everything else. Nothing is changed before every
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -265,6 +265,7 @@ class Tracked:
         items: Collection[str] | None = None,
         expected: Collection[str] = (),
         strict: bool | None = None,
+        on_begin: Callable[[LoadReport], None] | None = None,
     ) -> LoadReport:
         """Restore every tracked object.
 
@@ -273,6 +274,7 @@ class Tracked:
             items: Restore only these.
             expected: Items that may be tracked later; not counted as unexpected.
             strict: Overrides the strictness given at construction.
+            on_begin: Called with what fits, right before the first object is changed.
 
         Raises:
             MismatchError: What is stored does not fit; nothing was changed then.
@@ -282,6 +284,8 @@ class Tracked:
             report, present = self._compare(source, items=items, expected=expected)
         if strict:
             report.require_exact()
+        if on_begin is not None:
+            on_begin(report)
         for name in sorted(present, key=self._order):
             with restoring(source.name, name):
                 self._parts[name].apply(source, name, report)
