@@ -7,7 +7,8 @@ From what a save costs (see ``savecost.py``) follows the interval. It is the lon
     sqrt(2 * cost * mean time between failures)       saves and lost work together cost the least
 
 The last one is Young's formula. With a mean time between failures alone there is no budget; with
-both, the budget is a limit. With neither, the budget is 1 %.
+both, the budget is a limit. With neither, the budget is 1 %. Neither makes it longer than an hour:
+what was measured may be wrong, and what is not saved may be lost.
 
 The first save is made after a few batches, so that there is something to measure; the second soon
 after it, because the first of a process says little. A run that goes on begins with what it knew.
@@ -40,6 +41,12 @@ _STUCK_S = 30.0
 _STUCK = 10.0
 """A save in flight for so many intervals, of at least so many seconds, is worth a warning."""
 
+_LONGEST_S = 3600.0
+"""No interval is longer, but for the time that writing takes."""
+
+_SELDOM_S = 1800.0
+"""So long without a save is worth a warning."""
+
 _NEWS = 1.5
 """By which factor the interval must have changed to be told again."""
 
@@ -70,6 +77,7 @@ class Pacing:
         self._heard: bool | None = None
         self._told_s: float | None = None
         self._stuck: Ending | None = None
+        self._is_seldom_told = False
 
     def learn(self, record: Mapping[str, Any]) -> None:
         """Begin with what an earlier process knew: its :attr:`record`, as a checkpoint has it."""
@@ -96,6 +104,8 @@ class Pacing:
         else:
             self._anchor_s = began_s
         self._costs.note_save(pending, now_s=now_s, stall_s=stall_s)
+        if (self.interval_s or 0.0) <= _SELDOM_S:
+            self._is_seldom_told = False
 
     def is_due(self) -> bool:
         """Return whether a save is due now; of several ranks what the leader has said."""
@@ -107,8 +117,12 @@ class Pacing:
         if in_flight_s is not None:
             self._warn_if_stuck(in_flight_s)
             return False
+        since_s = self._clock() - self._anchor_s
         if due_s is None:
-            return self._costs.num_batches >= _FIRST_BATCHES
+            return self._costs.num_batches >= _FIRST_BATCHES or since_s >= _LONGEST_S
+        if self._costs.wants_pause and since_s < _LONGEST_S:
+            return False
+        self._warn_if_seldom(since_s)
         return self._clock() >= due_s
 
     def _warn_if_stuck(self, in_flight_s: float) -> None:
@@ -120,6 +134,19 @@ class Pacing:
                 "The save of %s is on its way for %s already; nothing is saved before it ends.",
                 pending.name,
                 _span(in_flight_s),
+            )
+
+    def _warn_if_seldom(self, since_s: float) -> None:
+        """Say that nothing is saved for long because saves are dear: that may not be meant."""
+        wanted_s = self._wanted_s or 0.0
+        if since_s >= _SELDOM_S and since_s < wanted_s and not self._is_seldom_told:
+            self._is_seldom_told = True
+            _log.warning(
+                "Nothing was saved for %s, and nothing will be for another %s: saves come %s. "
+                'To save more often, let a time stand beside it, such as ["auto", "15m"].',
+                _span(since_s),
+                _span(wanted_s - since_s),
+                self.why,
             )
 
     def hear(self, *, is_due: bool) -> None:
@@ -145,7 +172,7 @@ class Pacing:
         if cost_s is None:
             return None
         wanted_s = max(self._by_budget_s(cost_s), self._by_failures_s(cost_s))
-        return wanted_s * _SOON if self._costs.known.is_first else wanted_s
+        return min(wanted_s * _SOON if self._costs.known.is_first else wanted_s, _LONGEST_S)
 
     def _by_budget_s(self, cost_s: float) -> float:
         return 0.0 if self._budget is None else cost_s / self._budget
@@ -188,6 +215,8 @@ class Pacing:
         every = f"every {_span(interval_s)}: {cost}"
         if interval_s <= known.write_s:
             return f"{every}, and it takes that long until the last one is written"
+        if interval_s >= _LONGEST_S:
+            return f"{every}, and the interval is never longer than that"
         if self._budget is not None and cost_s / self._budget >= self._by_failures_s(cost_s):
             return f"{every}, and saves may take {100 * self._budget:.3g} % of the time"
         assert mean_s is not None

@@ -3,22 +3,24 @@
     stall       how long training is held up when a save begins, and waits for it afterwards
     slowdown    how much longer the batches take, all together, while it is written
 
-The slowdown is the difference of two medians, of batches with a save in flight and of others, so
-that an evaluation between two batches, or a batch that waits for data, does not look like one; and
-what can be chance is not counted. A stall counts at most a few times what stalls usually are.
+How the slowdown is told from chance is in ``slowdown.py``. A stall counts at most a few times what
+stalls usually are. As long as there are so few that nobody can tell what is usual, the shortest
+counts: to save too often for a while costs little, and one long stall would stop saves for hours.
 
-The first save of a process takes memory that later ones use again, so it says little about them,
-and its stall counts only as long as there is nothing else.
+The first save of a process takes memory that later ones use again, so it says little about them:
+it is only one more of the few of which the shortest counts.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
+
+from .slowdown import Slowdown
 
 __all__ = ["Ending", "Estimate", "SaveCosts"]
 
@@ -26,17 +28,13 @@ _COLD_BATCHES = 2
 """So many first batches are not measured: what is done for the first time takes longer."""
 
 _KEPT_SAVES = 8
-_KEPT_BATCHES = 256
-_FEWEST_FREE = 8
-_FEWEST_BUSY = 2
+_FEWEST_SAVES = 3
+"""With fewer there is no telling what is usual."""
+
 _FEW = 2
 """If a save is in flight for so many batches, every second one is the first after it began."""
 
 _MOST_OF_MEDIAN = 4.0
-_CHANCE_ERRORS = 2.0
-_MAD_TO_SIGMA = 1.4826
-_MEDIAN_ERROR = 1.2533
-"""Standard error of a median, in those of a mean, if errors are normal; and the deviation."""
 
 
 class Ending(Protocol):
@@ -91,7 +89,7 @@ class SaveCosts:
     """Measures what saves cost. All times are given; nothing here has a clock.
 
     Attributes:
-        known: What is known; it changes when a save begins or ends.
+        known: What is known; it changes when a save begins or ends, and a few times afterwards.
         pending: The save in flight.
         num_batches: Batches since the start.
     """
@@ -106,11 +104,15 @@ class SaveCosts:
         self._writes: deque[float] = deque(maxlen=_KEPT_SAVES)
         self._counts: deque[int] = deque(maxlen=_KEPT_SAVES)
         self._barriers: deque[float] = deque(maxlen=_KEPT_SAVES)
-        self._free: deque[float] = deque(maxlen=_KEPT_BATCHES)
-        self._busy: deque[float] = deque(maxlen=_KEPT_BATCHES)
+        self._slowdown = Slowdown()
         self._num_busy = 0
-        self._is_usual = False
+        self._is_first = self._is_usual = False
         self._began_s = self._saved_s = 0.0
+
+    @property
+    def wants_pause(self) -> bool:
+        """Return whether the next save should wait for a few batches, to compare with."""
+        return self.pending is None and self._slowdown.wants_pause
 
     def in_flight_s(self, now_s: float) -> float | None:
         """Return how long the save in flight has been so, if there is one."""
@@ -132,11 +134,13 @@ class SaveCosts:
         self.num_batches += 1
         if self.pending is not None:
             self._num_busy += 1
-            self._busy.append(took_s)
+            self._slowdown.add_batch(took_s, is_busy=True)
             if self.pending.done():
                 self._end_save(now_s)
         elif self.num_batches > _COLD_BATCHES:
-            self._free.append(took_s)
+            self._slowdown.add_batch(took_s, is_busy=False)
+            if self._slowdown.has_news:
+                self._settle()
 
     def note_save(self, pending: Ending, *, now_s: float, stall_s: float | None) -> None:
         """Take note of a save that has just begun.
@@ -149,6 +153,8 @@ class SaveCosts:
         """
         if self.pending is not None:
             self._end_save(now_s)
+        self._slowdown.begin_save()
+        self._is_first = self._first_stall_s is None and stall_s is not None
         self._is_usual = self._first_stall_s is not None and stall_s is not None
         if self._first_stall_s is None:
             self._first_stall_s = stall_s or 0.0
@@ -160,13 +166,17 @@ class SaveCosts:
 
     def _end_save(self, now_s: float) -> None:
         assert self.pending is not None
-        if self._is_usual and self.pending.done():
+        if (self._is_first or self._is_usual) and self.pending.done():
             stats = self.pending.stats
             barrier_s = stats.get("barrier_s", 0.0)
-            self._barriers.append(barrier_s)
             # Ranks train in step: all of them wait for the one that was held up longest.
             slowest_s = stats.get("slowest_blocking_s", 0.0)
-            self._stalls[-1] = max(self._stalls[-1] + barrier_s, slowest_s)
+            if self._is_usual:
+                self._barriers.append(barrier_s)
+                self._stalls[-1] = max(self._stalls[-1] + barrier_s, slowest_s)
+            else:
+                assert self._first_stall_s is not None
+                self._first_stall_s = max(self._first_stall_s + barrier_s, slowest_s)
         self._writes.append(now_s - self._saved_s)
         self._counts.append(self._num_busy)
         self.pending = None
@@ -176,29 +186,25 @@ class SaveCosts:
         learned = self._learned
         stall_s, is_first = learned.stall_s, learned.is_first
         if self._stalls:
-            stall_s, is_first = _usual(self._stalls), False
+            # A first save that was waited for has left a zero, which says nothing.
+            few = [self._first_stall_s] if self._first_stall_s else []
+            stall_s, is_first = _usual(self._stalls, few=few), False
         elif stall_s is None:
             stall_s = self._first_stall_s
-        batches = self._free or self._busy
+        batch_s = self._slowdown.batch_s
         self.known = Estimate(
             stall_s=stall_s,
             slowdown_s=self._slowdown_s(),
             write_s=_usual(self._writes) if self._writes else learned.write_s,
-            batch_s=median(batches) if batches else learned.batch_s,
+            batch_s=learned.batch_s if batch_s is None else batch_s,
             is_first=is_first,
         )
 
     def _slowdown_s(self) -> float:
-        free, busy = len(self._free), len(self._busy)
-        if free < _FEWEST_FREE or busy < _FEWEST_BUSY or not self._counts:
+        longer_s = self._slowdown.longer_s()
+        if longer_s is None or not self._counts:
             return self._learned.slowdown_s
-        usual_s = median(self._free)
-        spread_s = _MAD_TO_SIGMA * median(abs(one - usual_s) for one in self._free)
-        error_s = _MEDIAN_ERROR * spread_s * math.sqrt(1 / free + 1 / busy)
-        longer_s = median(self._busy) - usual_s
-        if longer_s <= _CHANCE_ERRORS * error_s:
-            return 0.0
-        num_busy = sum(self._counts) / len(self._counts)
+        num_busy = _usual(self._counts)
         if num_busy <= _FEW and self._barriers:
             # Then the median is of batches that have waited, and the wait is counted already.
             return max(0.0, longer_s * num_busy - _usual(self._barriers))
@@ -209,7 +215,14 @@ def _is_span(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
 
 
-def _usual(values: deque[float]) -> float:
-    """Return the mean, in which no value counts more than a few times the median."""
+def _usual(values: Sequence[float], *, few: Sequence[float] = ()) -> float:
+    """Return the mean, in which no value counts more than a few times the median.
+
+    Args:
+        values: At least one.
+        few: More of them, as long as there are too few for a median; then the least is returned.
+    """
+    if len(values) < _FEWEST_SAVES:
+        return min(*values, *few, math.inf)
     most = _MOST_OF_MEDIAN * median(values)
     return sum(min(value, most) for value in values) / len(values)
