@@ -253,7 +253,9 @@ class Saves:
             if is_waited_for:
                 owned = EVERYTHING  # nothing changes meanwhile: it may be written as it is copied
             elif may_be_late:
-                owned = self._tracked.owned()
+                # With "overlap" it was promised that whoever writes waits.
+                is_promised = self._writer.options.staging == "overlap"
+                owned = self._tracked.owned(with_embeddings=is_promised)
         except BaseException as error:
             self._writer.fail(request.name, error)
             raise

@@ -6,18 +6,16 @@ times as long, and an answer for all at once would take memory.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..tensors.memory import host_bytes
 
 __all__ = ["same_bytes"]
 
 _PORTION_BYTES = 1024 * 1024
 _WORD_BYTES = 8
-
-Bytes = np.ndarray[Any, Any]
 
 
 def same_bytes(staged: Tensor, live: Tensor) -> bool:
@@ -30,15 +28,12 @@ def same_bytes(staged: Tensor, live: Tensor) -> bool:
     if staged.numel() == 0:
         return True
     with torch.no_grad():
-        first, second = _bytes(staged), _bytes(live.to(staged.device).contiguous())
+        # Held by name: an array of its bytes does not keep the memory in place.
+        dense = live.to(staged.device).contiguous()
+        first, second = host_bytes(staged), host_bytes(dense)
     stop = len(first) // _WORD_BYTES * _WORD_BYTES
     for low in range(0, stop, _PORTION_BYTES):
         portion = slice(low, min(low + _PORTION_BYTES, stop))
         if not np.array_equal(first[portion].view(np.int64), second[portion].view(np.int64)):
             return False
     return bool(np.array_equal(first[stop:], second[stop:]))
-
-
-def _bytes(tensor: Tensor) -> Bytes:
-    # Not view(-1): a single value may keep a stride that it does not need.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()

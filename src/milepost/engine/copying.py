@@ -12,7 +12,9 @@ What is copied late is what an optimizer owns (see ``state/owned.py``), which no
 should change. If something else does, the save fails and says what was changed: a writer that moves
 the version counter of a tensor is always found, also when it came too late to do harm, so that it
 does not depend on who was faster. One that goes around the counter is found where the samples show
-it. Nothing is committed before the copy is settled.
+it. A storage that is moved to other memory meanwhile, as when a model is handed to another process,
+is found by its address; see ``peek.py`` for why that ends no process. Nothing is committed before
+the copy is settled.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from ..errors import CheckpointError, DeadlineError, StateChangedError
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..staging import CopyCheck
 from ..state.batch_in_hand import version_of
+from ..tensors.memory import host_bytes
+from .peek import peek
 
 __all__ = ["Copy", "LateTensor"]
 
@@ -55,7 +59,9 @@ class LateTensor:
     Attributes:
         name: Its name, for messages.
         tensor: The live tensor.
-        live: Its bytes.
+        storage: Its storage at that moment, which it may be taken out of.
+        memory: Address and size of the memory of the storage.
+        address: Where the bytes of the tensor begin.
         place: Where they go: bytes of the arena.
         start_bytes: Where that is in the arena.
         version: Its version counter at the moment of the save.
@@ -66,7 +72,9 @@ class LateTensor:
 
     name: str
     tensor: Tensor
-    live: Bytes
+    storage: torch.UntypedStorage
+    memory: tuple[int, int]
+    address: int
     place: Bytes
     start_bytes: int
     version: int
@@ -95,14 +103,35 @@ class LateTensor:
             check: What to note beside its version counter.
             shift: Where to take samples: elsewhere in each save.
         """
-        live = tensor.view(-1).view(torch.uint8).numpy()
-        mark = _mark(live, check, shift)
-        return cls(name, tensor, live, place, start_bytes, version_of(tensor), check, shift, mark)
+        storage = tensor.untyped_storage()
+        return cls(
+            name=name,
+            tensor=tensor,
+            storage=storage,
+            memory=_memory(storage),
+            address=tensor.data_ptr(),
+            place=place,
+            start_bytes=start_bytes,
+            version=version_of(tensor),
+            check=check,
+            shift=shift,
+            mark=_mark(host_bytes(tensor), check, shift),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the tensor."""
+        return self.place.nbytes
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether the storage has the memory that it had."""
+        return _memory(self.storage) == self.memory
 
     @property
     def is_written_to(self) -> bool:
-        """Return whether somebody wrote to it since."""
-        return version_of(self.tensor) != self.version
+        """Return whether somebody wrote to it since, or moved it to where others may write."""
+        return version_of(self.tensor) != self.version or not self.is_in_place
 
 
 class Copy:
@@ -118,7 +147,7 @@ class Copy:
     """
 
     def __init__(self, tensors: Sequence[LateTensor], *, end_bytes: int) -> None:
-        self.num_bytes = sum(one.live.nbytes for one in tensors)
+        self.num_bytes = sum(one.num_bytes for one in tensors)
         self.copy_s = 0.0
         self.waited_s = 0.0
         self._tensors = tensors
@@ -231,11 +260,10 @@ class Copy:
 
     def _copy(self, one: LateTensor) -> None:
         """Copy one tensor in pieces, each of which ends where a block of the arena does."""
-        at, size = 0, one.live.nbytes
+        at, size = 0, one.num_bytes
         while at < size:
             stop = min(size, at + BLOCK_BYTES - (one.start_bytes + at) % BLOCK_BYTES)
-            np.copyto(one.place[at:stop], one.live[at:stop])
-            if one.is_written_to:
+            if not peek(one.address + at, one.place[at:stop]) or one.is_written_to:
                 raise _state_changed([one.name])
             at = stop
             if at < size:
@@ -312,6 +340,10 @@ class Copy:
             self._tensors = ()
 
 
+def _memory(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.nbytes()
+
+
 def _mark(data: Bytes, check: CopyCheck, shift: int) -> bytes:
     """Return what tells bytes from others: runs of them, or a checksum of all."""
     if check == "full":
@@ -341,8 +373,8 @@ def _state_changed(names: Sequence[str]) -> StateChangedError:
         f"{', '.join(names[:_SHOWN])}{more} changed between the save and the next step of an "
         "optimizer, while the state was being copied.",
         safe="Nothing was committed; earlier checkpoints are intact.",
-        hint="Find what writes to it there (a hook, a clipping of weights, weights swapped in), "
-        "have it wait with PendingSave.wait_until_copied(), or copy at once: "
-        'staging="eager".',
+        hint="Find what writes to it there (a hook, a clipping of weights, weights swapped in) or "
+        "hands it to another process, have it wait with PendingSave.wait_until_copied(), or copy "
+        'at once: staging="eager".',
         names=list(names),
     )

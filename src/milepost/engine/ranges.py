@@ -26,6 +26,7 @@ from ..format.header import StoredTensor
 from ..stores.pages import page_memory
 from ..tensors.boxes import Box
 from ..tensors.flat import Run
+from ..tensors.memory import host_bytes
 from .pieces import Cut
 
 __all__ = ["Batch", "Bytes", "Range", "batches_of", "is_small_whole", "ranges_of"]
@@ -215,11 +216,9 @@ def _ranges(place: Tensor, start: int, strides: Sequence[int], tensor: str) -> I
     span = 1 + sum(steps)
     num_bytes = span * place.element_size()
     is_flat = span == place.numel() and place.is_contiguous()
+    is_flat = is_flat and not (place.is_conj() or place.is_neg())
     if is_flat and place.device.type == "cpu" and type(place) in (Tensor, Parameter):
-        # Not view(-1): a single value may keep a stride that it does not need.
-        flat = place.as_strided((span,), (1,))
-        flat = flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
-        yield Range(tensor, start, start + num_bytes, flat.detach().numpy())
+        yield Range(tensor, start, start + num_bytes, host_bytes(place))
     elif num_bytes <= _PORTION_BYTES:
         portion = _Portion(num_bytes, place, strides)
         yield Range(tensor, start, start + num_bytes, portion)

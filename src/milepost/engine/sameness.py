@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import MismatchError
 from ..format.digest import crc32c
 from ..ranks.solo import RankCheck, Team
+from ..tensors.memory import host_bytes
 from ..tensors.pack import Leaf, PackedItem
 
 __all__ = ["Marks", "differing_groups", "mark", "raise_differing"]
@@ -77,7 +78,7 @@ def mark(
         ]
     groups: dict[str, dict[str, int]] = defaultdict(dict)
     for (label, _, ranks), data in zip(chosen, _on_host(taken), strict=True):
-        groups[ranks][label] = crc32c(data.numpy().data)
+        groups[ranks][label] = crc32c(host_bytes(data).data)
     return Marks(dict(groups))
 
 

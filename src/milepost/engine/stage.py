@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +18,12 @@ from torch import Tensor
 
 from ..staging import CopyCheck
 from ..state.owned import Late
+from ..tensors.memory import host_bytes
 from ..tensors.pack import PackedItem
 from .arena import Arena
 from .comparing import same_bytes
 from .copying import Copy, LateTensor
+from .peek import can_peek
 from .plan import PartPlan, Plan
 
 __all__ = ["StagedPart", "Stager"]
@@ -76,6 +77,7 @@ class Stager:
             with what the arena holds of them, byte for byte, and only copied when they differ.
         """
         self._num_stagings += 1
+        owned = owned if can_peek() else None
         replaced = self.arena.reserve(plan.arena_bytes)
         if replaced or plan is not self._plan:
             self._lay_out(plan)
@@ -160,7 +162,7 @@ class Stager:
             return StagedPart(part, is_unchanged=not changed)
         by_itself = {i for i in part.large if i not in late and _is_plain(sources[i])}
         for index in sorted(by_itself):
-            np.copyto(_bytes(destinations[index]), _bytes(sources[index]))
+            np.copyto(host_bytes(destinations[index]), host_bytes(sources[index]))
         together: Sequence[int] = range(len(sources))
         if part.large:
             together = [i for i in together if i not in by_itself and i not in late]
@@ -177,11 +179,9 @@ class Stager:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether the bytes of a tensor lie in the host's memory as they do in a part."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
-
-
-def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
-    return tensor.view(-1).view(torch.uint8).numpy()
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_inference():
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())
 
 
 def _synchronize(items: Sequence[PackedItem]) -> None:

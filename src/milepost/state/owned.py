@@ -4,14 +4,16 @@ Parameters that are trained, and what the optimizers keep for them. They may be 
 while the next forward and backward pass run, which only read them. Everything else may change at
 any moment: buffers in a forward pass, averages in a callback, what another process shares.
 
-Left out are parameters of which a forward pass is known to write, and whatever lies on an
+Left out are parameters to which a forward pass is known to write, and weights of embeddings, unless
+asked for: what trains with noise on them writes to a few rows and back between two steps, which
+samples of the bytes would miss. Also memory that other processes share, and whatever lies on an
 accelerator, where an order between the copy and the kernels of the training would have to be made.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +35,7 @@ MIN_BYTES = 64 * 1024
 """Smaller tensors are copied at once: that takes less than to keep an eye on them."""
 
 _PLAIN = (Tensor, nn.Parameter)
+_UNUSUAL = "tensors that are shared, on accelerators or unusual are copied at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Owned:
 
     Attributes:
         num_bytes: By memory: the bytes of each tensor.
-        modules: The models that have the parameters.
+        modules: The models, and those of their modules that have a parameter among it.
         reason: Why something an optimizer has is not among it; empty if there is no reason.
     """
 
@@ -76,7 +79,7 @@ class _Everything:
     modules: tuple[nn.Module, ...] = ()
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return tensor.nbytes >= MIN_BYTES
+        return tensor.nbytes >= MIN_BYTES and not _is_shared(tensor)
 
 
 EVERYTHING: Late = _Everything()
@@ -87,17 +90,22 @@ def memory_key(tensor: Tensor) -> MemoryKey:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def owned_by(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> Owned:
+def owned_by(
+    optimizers: Iterable[Optimizer], modules: Iterable[nn.Module], *, with_embeddings: bool = True
+) -> Owned:
     """Find what optimizers own.
 
     Args:
         optimizers: The optimizers.
         modules: The models that they train.
+        with_embeddings: Whether the weights of embeddings are among it.
     """
     found: dict[MemoryKey, int] = {}
     reasons: dict[str, None] = {}
     models = tuple(modules)
-    excluded = {id(parameter) for model in models for parameter in _written_in_forward(model)}
+    children = [child for model in models for child in model.modules()]
+    excluded = {id(weight) for weight in _written_between(children, also_noise=not with_embeddings)}
+    parents: set[int] = set()
     if any(map(is_flattened, models)):
         return Owned({}, models, "the parameters of a model are flattened")
     for optimizer in optimizers:
@@ -107,18 +115,18 @@ def owned_by(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> O
             continue
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if not parameter.requires_grad or id(parameter) in excluded:
+                if not parameter.requires_grad:
                     continue
-                kept = (parameter, *_kept_for(optimizer, parameter))
+                own = () if id(parameter) in excluded else (parameter,)
+                kept = itertools.chain(own, _kept_for(optimizer, parameter))
                 for tensor in itertools.filterfalse(_is_small, kept):
                     memory = _memory(tensor)
                     if memory is None:
-                        reasons["tensors of accelerators or unusual kinds are copied at once"] = (
-                            None
-                        )
+                        reasons[_UNUSUAL] = None
                     elif memory.nbytes >= MIN_BYTES:
                         found[memory_key(memory)] = memory.nbytes
-    return Owned(found, models, "; ".join(reasons))
+                        parents.update(map(id, own))
+    return Owned(found, (*models, *_parents(children, parents, models)), "; ".join(reasons))
 
 
 def _not_ours(optimizer: Optimizer) -> str:
@@ -153,13 +161,33 @@ def _memory(tensor: Tensor) -> Tensor | None:
         return None
     if local.device.type != "cpu" or local.is_quantized or local.is_conj() or local.is_neg():
         return None
-    if local.layout is not torch.strided:
+    if local.layout is not torch.strided or _is_shared(local):
         return None
     return local
 
 
-def _written_in_forward(model: nn.Module) -> Iterator[Tensor]:
-    """Yield parameters that a forward pass is known to write to."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            yield module.weight  # renormalized where it is looked up
+def _is_shared(tensor: Tensor) -> bool:
+    """Return whether other processes may have the memory of a tensor, and write to it."""
+    return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+
+
+def _written_between(modules: Iterable[nn.Module], *, also_noise: bool) -> Iterator[Tensor]:
+    """Yield parameters that are known to be written to between two steps."""
+    for module in modules:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
+            also_noise or module.max_norm is not None  # renormalized where it is looked up
+        ):
+            yield module.weight
+
+
+def _parents(
+    modules: Iterable[nn.Module], parameters: set[int], models: Sequence[nn.Module]
+) -> Iterator[nn.Module]:
+    """Yield modules that have one of these parameters themselves, and are no models."""
+    known = set(map(id, models))
+    for module in modules:
+        if id(module) in known:
+            continue
+        if any(id(one) in parameters for one in module.parameters(recurse=False)):
+            known.add(id(module))
+            yield module

@@ -24,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ..tensors.memory import host_bytes
 from .resumable_sampler import ResumableSampler
 
 __all__ = ["data_note", "generators_of", "order_note", "order_of", "order_words", "share_of"]
@@ -133,7 +134,7 @@ def order_words(sampler: Any) -> str:
 def _digest(values: Any) -> str:
     """Return a few letters that tell sequences of numbers apart."""
     if isinstance(values, torch.Tensor):
-        data = values.detach().cpu().contiguous().numpy().tobytes()
+        data = host_bytes(values.detach().cpu().contiguous()).tobytes()
     elif isinstance(values, range):
         data = repr(values).encode()
     else:

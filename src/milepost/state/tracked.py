@@ -193,10 +193,10 @@ class Tracked:
             and not is_lazy(tensor)
         )
 
-    def owned(self) -> Owned:
-        """Return what the tracked optimizers own at this moment."""
+    def owned(self, *, with_embeddings: bool) -> Owned:
+        """Return what the tracked optimizers own at this moment; see ``owned_by``."""
         optimizers = [part.optimizer for _, _, part in self.optimizers()]
-        return owned_by(optimizers, self.models().values())
+        return owned_by(optimizers, self.models().values(), with_embeddings=with_embeddings)
 
     def stray_note(self) -> str:
         """Return a warning about parameters that are optimized and not saved, or ``""``."""

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..tensors.memory import host_bytes
+
 __all__ = ["assert_equal_states", "first_difference"]
 
 
@@ -105,8 +107,8 @@ def _sparse(left: torch.Tensor, right: torch.Tensor, path: str) -> str | None:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy().tobytes())
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return host_bytes(dense).tobytes()
 
 
 def _arrays(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any], path: str) -> str | None:

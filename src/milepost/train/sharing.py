@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -28,6 +27,7 @@ from torch.utils.data import (
 
 from ..errors import UsageError
 from ..state.resumable_sampler import ResumableSampler
+from ..tensors.memory import host_bytes
 from .data import DataSpec, tensors_of
 from .evaluator import Evaluator
 from .group import Group
@@ -184,8 +184,8 @@ def warn_if_alike(batch: Any, group: Group) -> None:
     """
     digest = 0
     for tensor in tensors_of(batch):
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest = zlib.crc32(raw.numpy().tobytes(), digest)
+        dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        digest = zlib.crc32(host_bytes(dense).data, digest)
     found = group.collect("compare its first batch", lambda: digest)
     if digest and len(set(found)) == 1 and group.rank == 0:
         _log.warning(

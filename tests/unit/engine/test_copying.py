@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,13 +28,14 @@ def test_a_block_is_there_when_it_is_said_to_be():
     """And not later: whoever writes it has waited for no more than it."""
     tensor = torch.arange(3 * BLOCK // 4 + 5, dtype=torch.float32)
     one = late(tensor, start=4096)
+    live = tensor.clone().view(torch.uint8).numpy()
     copy = Copy([one], end_bytes=4096 + tensor.nbytes)
     seen: list[tuple[int, int]] = []
     reach = copy._reach
 
     def noted(stop: int) -> None:
         done = stop - 4096
-        assert np.array_equal(one.place[:done], one.live[:done])
+        assert np.array_equal(one.place[:done], live[:done])
         seen.append((stop, int(np.count_nonzero(one.place[done:]))))
         reach(stop)
 
@@ -80,9 +80,12 @@ def test_waiting_for_a_copy_has_an_end():
 
 def test_a_copy_that_fails_tells_all_who_wait():
     """Nobody may wait for ever for bytes that do not come."""
-    one = late(torch.zeros(10))
-    broken = replace(one, place=one.place[:3])
-    copy = Copy([broken], end_bytes=40)
+    copy = Copy([late(torch.zeros(10))], end_bytes=40)
+
+    def fail(stop: int) -> None:
+        raise ValueError(f"broken at {stop}")
+
+    copy._reach = fail  # type: ignore[method-assign]
     told: list[BaseException] = []
 
     def wait() -> None:
@@ -97,7 +100,7 @@ def test_a_copy_that_fails_tells_all_who_wait():
     copy.settle(30)
     waiting.join(30)
     assert len(told) == 1
-    with pytest.raises(ValueError, match="broadcast"):
+    with pytest.raises(ValueError, match="broken at 40"):
         copy.confirm()
 
 
