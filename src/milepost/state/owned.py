@@ -4,10 +4,11 @@ Parameters that are trained, and what the optimizers keep for them. They may be 
 while the next forward and backward pass run, which only read them. Everything else may change at
 any moment: buffers in a forward pass, averages in a callback, what another process shares.
 
-Left out are parameters to which a forward pass is known to write, and weights of embeddings, unless
-asked for: what trains with noise on them writes to a few rows and back between two steps, which
-samples of the bytes would miss. Also memory that other processes share, and whatever lies on an
-accelerator, where an order between the copy and the kernels of the training would have to be made.
+Left out are parameters to which a forward pass is known to write; those of scripted modules, which
+no hook makes wait before they load; and weights of embeddings, unless asked for: what trains with
+noise on them writes to a few rows and back between two steps, which samples of the bytes would
+miss. Also memory that other processes share, and whatever lies on an accelerator, where an order
+between the copy and the kernels of the training would have to be made.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -102,8 +104,9 @@ def owned_by(
     """
     found: dict[MemoryKey, int] = {}
     reasons: dict[str, None] = {}
-    models = tuple(modules)
-    children = [child for model in models for child in model.modules()]
+    everything = tuple(modules)
+    models = tuple(model for model in everything if not isinstance(model, ScriptModule))
+    children = [child for model in everything for child in model.modules()]
     excluded = {id(weight) for weight in _written_between(children, also_noise=not with_embeddings)}
     parents: set[int] = set()
     if any(map(is_flattened, models)):
@@ -172,9 +175,11 @@ def _is_shared(tensor: Tensor) -> bool:
 
 
 def _written_between(modules: Iterable[nn.Module], *, also_noise: bool) -> Iterator[Tensor]:
-    """Yield parameters that are known to be written to between two steps."""
+    """Yield parameters to which something may write between two steps that does not wait."""
     for module in modules:
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
+        if isinstance(module, ScriptModule):
+            yield from module.parameters(recurse=False)  # it has no hook before it loads
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
             also_noise or module.max_norm is not None  # renormalized where it is looked up
         ):
             yield module.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -42,3 +43,15 @@ def test_a_weight_that_is_tied_to_an_embedding_is_one() -> None:
     model["out"].weight = model["into"].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert not owned_by([optimizer], [model], with_embeddings=False).num_bytes
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_cannot_be_made_to_wait_owns_nothing() -> None:
+    """Scripted modules have no hook before they load."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(SIZE, SIZE)))
+    model = nn.ModuleList([scripted, nn.Linear(SIZE, SIZE)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = owned_by([optimizer], [model])
+    assert found.total_bytes == 4 * SIZE * SIZE
+    assert found.modules == (model, model[1])
+    assert owned_by([optimizer], [scripted]).modules == ()
