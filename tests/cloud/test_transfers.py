@@ -12,9 +12,12 @@ from typer.testing import CliRunner
 import milepost as mp
 from milepost.checkpoint import open_checkpoint
 from milepost.cli.app import app
+from milepost.errors import StorageError
+from milepost.format.layout import is_key
 from milepost.runs import ensure_run, open_session, record_origin
 from milepost.stores import open_store
 
+from ..servers import Server, s3_client
 from .conftest import KEY, SECRET
 
 pytestmark = pytest.mark.cloud
@@ -51,6 +54,38 @@ def call(*arguments: object, code: int = 0) -> str:
 
 def names(place: str | Path) -> list[str]:
     return [one.name for one in mp.open_run(place).checkpoints()]
+
+
+def test_odd_names_in_a_bucket_stop_nothing_and_are_told(
+    run: Path, place: str, tmp_path: Path, moto: Server
+) -> None:
+    """Other tools allow any name, and make an empty object for each folder that they show."""
+    mp.sync_run(run, f"{place}/up")
+    bucket, prefix = place.removeprefix("s3://").split("/", 1)
+    client = s3_client(moto)
+    for name in ("my notes.txt", "a/sn\u00f6/w.txt", "x#y/1", "x#y/2", "b/my own (1).md"):
+        client.put_object(Bucket=bucket, Key=f"{prefix}/up/{name}", Body=b"x")
+    for name in ("", "a/", "sessions/", "fresh/", "c/deep/"):
+        client.put_object(Bucket=bucket, Key=f"{prefix}/up/{name}", Body=b"")
+    client.put_object(Bucket=bucket, Key=f"{prefix}/up/empty", Body=b"")
+    store = open_store(f"{place}/up")
+    keys = [entry.key for entry in store.list()]
+    assert not {"", "a", "sessions"} & set(keys)
+    assert "empty" in keys
+    assert all(is_key(key) for key in keys)
+    assert not [entry for entry in store.list("a") if not entry.key.startswith("a/")]
+    assert store.folders() == ["a", "b", "c", "fresh", "sessions"]
+    expected = ["a/sn\u00f6/", "b/my own (1).md", "my notes.txt", "x#y/"]
+    assert store.strangers() == expected
+    down = mp.sync_run(f"{place}/up", tmp_path / "down")
+    assert (sorted(down.skipped), down.errors) == (expected, {})
+    assert names(tmp_path / "down") == ["a", "b", "c"]
+    copied = mp.copy_checkpoint(f"{place}/up/b", tmp_path / "alone", verify=True)
+    assert list(copied.skipped) == ["my own (1).md"]
+    assert mp.sync_run(tmp_path / "down", f"{place}/up").errors == {}
+    client.put_object(Bucket=bucket, Key=f"{prefix}/up/x//y", Body=b"x")  # our client cannot
+    with pytest.raises(StorageError, match="an object there has a name with an empty part"):
+        mp.sync_run(f"{place}/up", tmp_path / "down")
 
 
 def test_a_run_goes_up_across_and_down_again(run: Path, place: str, tmp_path: Path) -> None:

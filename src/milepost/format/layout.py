@@ -46,6 +46,7 @@ __all__ = [
     "check_name",
     "folder_name",
     "from_key",
+    "is_key",
     "part_file",
     "pin_key",
     "rank_index",
@@ -130,18 +131,20 @@ def check_key(key: object, *, where: str) -> str:
         FormatError: Absolute, with ``..``, an empty part, a backslash, a drive, or a control
             character.
     """
-    parts = key.split("/") if isinstance(key, str) else []
-    if (
-        not isinstance(key, str)
-        or len(key) > _MAX_KEY_BYTES
-        or not all(_KEY_PART.fullmatch(part) and part not in (".", "..") for part in parts)
-    ):
+    if not isinstance(key, str) or not is_key(key):
         raise FormatError(
             f"{where} names a file {str(key)[:120]!r} that leads out of its folder or holds "
             "characters that are not allowed.",
             path=where,
         )
     return key
+
+
+def is_key(text: str) -> bool:
+    """Return whether a text is a key, and so a name that every place takes."""
+    return len(text) <= _MAX_KEY_BYTES and all(
+        _KEY_PART.fullmatch(part) and part not in (".", "..") for part in text.split("/")
+    )
 
 
 def session_key(number: int) -> str:

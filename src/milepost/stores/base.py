@@ -22,9 +22,11 @@ from typing import Protocol, runtime_checkable
 
 __all__ = [
     "CachedReader",
+    "Entries",
     "Entry",
     "LastingWriter",
     "LendingReader",
+    "NamingStrangers",
     "Reader",
     "Store",
     "Traits",
@@ -50,6 +52,10 @@ class Entry:
     key: str
     size_bytes: int
     modified_s: float
+
+
+Entries = list[Entry]
+"""A listing; see ``Names``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,7 @@ class Store(Protocol):
         """Yield every key below a folder at any depth, in the order of the keys.
 
         ``"ep1"`` yields ``ep1/a`` and never ``ep10/a``. A missing folder yields nothing. Temporary
-        files of the store itself are left out.
+        files of the store itself are left out, and names of others that are no keys.
         """
 
     def folders(self, folder: str = "") -> Names:
@@ -193,3 +199,14 @@ class Store(Protocol):
 
     def local_path(self, key: str) -> str | None:
         """Return the file of a key if this store keeps files, else ``None``."""
+
+
+@runtime_checkable
+class NamingStrangers(Protocol):
+    """What a store may be able to do besides: tell what its listings leave out."""
+
+    def strangers(self, folder: str = "") -> _Names:
+        """Return what lies below a folder under names that are no keys, sorted.
+
+        Of a folder with such a name only that is told, with a slash at its end.
+        """

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..errors import ExistsError, MissingError, UsageError
-from ..format.layout import check_key
-from .base import Entry, Names, Traits
+from ..format.layout import check_key, is_key
+from .base import Entries, Entry, Names, Traits
 from .ranges import RangeReader
 from .uploading import FeedWriter
 
@@ -69,8 +69,28 @@ class BucketStore(ABC):
         """Return the entry of ``key`` or raise ``MissingError``."""
 
     @abstractmethod
+    def _list_all(self, folder: str) -> Entries:
+        """Return every object below a folder, whatever its name."""
+
     def list(self, folder: str = "") -> Iterator[Entry]:
         """Yield every key below a folder in the order of the keys."""
+        found = self._list_all(folder)
+        # Programs that show buckets as folders make an empty object for each, "ep1/", which clients
+        # show as "ep1".
+        above = {one for entry in found for one in _folders_above(entry.key)}
+        keys = [
+            entry
+            for entry in found
+            if is_key(entry.key)
+            and entry.key != folder
+            and not (entry.size_bytes == 0 and entry.key in above)
+        ]
+        yield from sorted(keys, key=lambda entry: entry.key)
+
+    def strangers(self, folder: str = "") -> Names:
+        """Return what ``list`` leaves out because of its name."""
+        names = (entry.key for entry in self._list_all(folder) if entry.key)
+        return sorted({_first_stranger(name) for name in names if not is_key(name)})
 
     @abstractmethod
     def folders(self, folder: str = "") -> Names:
@@ -158,3 +178,13 @@ class BucketStore(ABC):
                 f"{self!r} cannot be used in a forked child of the process that opened it.",
                 hint="Start the process with spawn, and open the store there.",
             )
+
+
+def _folders_above(key: str) -> Names:
+    parts = key.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _first_stranger(name: str) -> str:
+    """Return the shortest beginning of a name that is no key, with a slash if it is a folder."""
+    return next((f"{one}/" for one in _folders_above(name) if not is_key(one)), name)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, final
 from urllib.parse import urlsplit
@@ -39,7 +40,8 @@ from ..errors import (
     StorageError,
 )
 from ..format.digest import BLOCK_BYTES, crc32c
-from .base import Entry, Names
+from ..format.layout import is_key
+from .base import Entries, Entry, Names
 from .bucket import BucketStore
 from .clients import Clients
 from .feed import BlockFeed
@@ -209,26 +211,30 @@ class CloudStore(BucketStore):
                 self._ask("look at", key, lambda: obstore.get(client, key))
             raise
 
-    def list(self, folder: str = "") -> Iterator[Entry]:
-        """Yield every key below a folder in the order of the keys."""
+    def _list_all(self, folder: str) -> Entries:
+        """Return every object below a folder, whatever its name."""
         prefix = f"{self._check(folder)}/" if folder else None
         client = self._clients.get("read")
 
-        def pages() -> list[Entry]:
+        def pages() -> Entries:
             listing = obstore.list(client, prefix=prefix, chunk_size=1000)
-            return [_entry(meta) for page in listing for meta in page]
+            with self._naming_unreadable(folder):
+                return [_entry(meta) for page in listing for meta in page]
 
-        found = self._ask("list", folder, pages)
-        yield from sorted(found, key=lambda entry: entry.key)
+        return self._ask("list", folder, pages)
 
     def folders(self, folder: str = "") -> Names:
         """Return the names directly below a folder that have keys below them, sorted."""
         prefix = f"{self._check(folder)}/" if folder else None
         client = self._clients.get("read")
-        listing = self._ask(
-            "list", folder, lambda: obstore.list_with_delimiter(client, prefix=prefix)
-        )
-        return sorted(one.rstrip("/").rpartition("/")[2] for one in listing["common_prefixes"])
+
+        def look() -> Any:
+            with self._naming_unreadable(folder):
+                return obstore.list_with_delimiter(client, prefix=prefix)
+
+        listing = self._ask("list", folder, look)
+        names = (one.rstrip("/").rpartition("/")[2] for one in listing["common_prefixes"])
+        return sorted(name for name in names if is_key(name))
 
     def delete(self, key: str) -> None:
         """Remove ``key``."""
@@ -325,6 +331,20 @@ class CloudStore(BucketStore):
                 self.traits = replace(self.traits, exclusive_create=False)
                 self._warn_of_one_writer()
             self._was_probed = True
+
+    @contextmanager
+    def _naming_unreadable(self, folder: str) -> Iterator[None]:
+        """Say what is wrong where the client cannot read the names; trying again does not help."""
+        try:
+            yield
+        except obstore.exceptions.InvalidPathError as error:
+            raise StorageError(
+                f"{self._name(folder)} cannot be listed: an object there has a name with an empty "
+                f"part, or with '.' or '..' for a part.",
+                hint="Rename it, or remove it, with a tool of the service.",
+                operation="list",
+                path=folder,
+            ) from error
 
     def _refuse_harmed(self, key: str, data: bytes, size_bytes: int, checksum: str | None) -> None:
         """Refuse bytes that are not what was sent, as far as the object says what that was."""

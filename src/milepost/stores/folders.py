@@ -7,12 +7,13 @@ links are neither keys nor followed.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
-from ..errors import FormatError, storage_error
-from ..format.layout import check_key
+from ..errors import storage_error
+from ..format.layout import is_key
 from . import posix
 
-__all__ = ["Entries", "holds_key", "is_folder", "scan_folder"]
+__all__ = ["Entries", "holds_key", "is_folder", "scan_folder", "strangers"]
 
 Entries = list[tuple[str, os.DirEntry[str]]]
 
@@ -60,6 +61,29 @@ def holds_key(root: str, folder: str) -> bool:
     return any(holds_key(root, one) for one in below)
 
 
+def strangers(root: str, folder: str) -> Iterator[str]:
+    """Yield what :func:`scan_folder` leaves out below a folder because of its name.
+
+    Of a folder with such a name only that is told, with a slash at its end.
+    """
+    path, before = (f"{root}/{folder}", f"{folder}/") if folder else (root, "")
+    try:
+        with os.scandir(path) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise storage_error(error, operation="list", path=path) from error
+    for entry in found:
+        key = before + entry.name
+        if entry.is_symlink() or entry.name.startswith(posix.TEMPORARY_PREFIX):
+            continue
+        if not is_key(key):
+            yield os.fsencode(key).decode(errors="backslashreplace") + "/" * is_folder(entry)
+        elif is_folder(entry):
+            yield from strangers(root, key)
+
+
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """Return whether an entry is a folder itself, and not a link to one."""
     return entry.is_dir(follow_symlinks=False)
@@ -68,8 +92,4 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 def _is_key(key: str) -> bool:
     if key.rpartition("/")[2].startswith(posix.TEMPORARY_PREFIX):
         return False
-    try:
-        check_key(key, where="a folder")
-    except FormatError:
-        return False
-    return True
+    return is_key(key)

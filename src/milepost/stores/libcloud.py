@@ -35,7 +35,7 @@ from ..errors import (
     UsageError,
 )
 from ..format.layout import check_key
-from .base import Entry, Names
+from .base import Entries, Entry, Names
 from .bucket import BucketStore
 
 __all__ = ["LibcloudStore", "make_driver"]
@@ -130,12 +130,12 @@ class LibcloudStore(BucketStore):
         with self._typed("look at", key):
             return self._entry(self._object(key)[1])
 
-    def list(self, folder: str = "") -> Iterator[Entry]:
-        """Yield every key below a folder in the order of the keys."""
+    def _list_all(self, folder: str) -> Entries:
+        """Return every object below a folder, whatever its name."""
         prefix = f"{self._path(folder)}/" if folder else self._prefix
         with self._typed("list", folder):
             driver, container = self._container()
-            found = [
+            return [
                 self._entry(one)
                 for one in driver.iterate_container_objects(
                     # Its driver for folders warns that it cannot filter; that is done here anyway.
@@ -144,7 +144,6 @@ class LibcloudStore(BucketStore):
                 )
                 if one.name.startswith(prefix)
             ]
-        yield from sorted(found, key=lambda entry: entry.key)
 
     def folders(self, folder: str = "") -> Names:
         """Return the names directly below a folder that have keys below them, sorted."""

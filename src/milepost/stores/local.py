@@ -30,7 +30,7 @@ from ..format.layout import check_key
 from . import posix
 from .base import Entry, Names, Traits
 from .blocks import LocalReader, LocalWriter
-from .folders import holds_key, is_folder, scan_folder
+from .folders import holds_key, is_folder, scan_folder, strangers
 from .temporary import clock_s, temporary_files
 
 __all__ = ["LocalStore"]
@@ -143,6 +143,10 @@ class LocalStore:
             for name, entry in scan_folder(self._root, folder)
             if is_folder(entry) and holds_key(self._root, before + name)
         )
+
+    def strangers(self, folder: str = "") -> Names:
+        """Return what ``list`` leaves out because of its name."""
+        return list(strangers(self._root, check_key(folder, where=self.url) if folder else ""))
 
     def delete(self, key: str) -> None:
         """Remove ``key``, and the folders above it that became empty."""

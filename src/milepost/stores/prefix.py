@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import final
 
 from ..format.layout import check_key
-from .base import Entry, Names, Reader, Store, Writer
+from .base import Entry, Names, NamingStrangers, Reader, Store, Writer
 
 __all__ = ["PrefixStore"]
 
@@ -53,6 +53,13 @@ class PrefixStore:
     def folders(self, folder: str = "") -> Names:
         """Return the names directly below a folder that have keys below them, sorted."""
         return self._store.folders(self._folder(folder))
+
+    def strangers(self, folder: str = "") -> Names:
+        """Return what ``list`` leaves out because of its name, if the store below tells."""
+        if not isinstance(self._store, NamingStrangers):
+            return []
+        found = self._store.strangers(self._folder(folder))
+        return [name[len(self._prefix) + 1 :] for name in found]
 
     def delete(self, key: str) -> None:
         """Remove ``key``."""

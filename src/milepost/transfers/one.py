@@ -17,7 +17,7 @@ from ..stores.url import is_address, open_store
 from .branches import refuse_misplaced
 from .bring import Progress, Shared, bring
 from .claims import Commit, claim_copy, is_committed
-from .others import Other, send_others
+from .others import Other, misnamed, send_others
 from .reports import CopyReport
 from .route import Route, find_route
 
@@ -73,6 +73,7 @@ def copy_checkpoint(
         )
         if not report.is_new:
             send_others(route, beside(found.store, found.folder, folder, commit))
+        report = replace(report, skipped=misnamed(found.store, found.folder))
     return read_back(route.target, folder, report, progress=note) if verify else report
 
 

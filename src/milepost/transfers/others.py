@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from ..copies.transfer import FileCopy, copy_files
 from ..errors import MissingError, StorageError
-from ..stores.base import Entry
+from ..stores.base import Entry, NamingStrangers, Store
 from .route import Route
 
-__all__ = ["Other", "send_others"]
+__all__ = ["Other", "misnamed", "send_others"]
 
 _SMALL_BYTES = 8 * 1024 * 1024
 _NUM_THREADS = 8
@@ -28,6 +28,13 @@ class Other:
 
     entry: Entry
     new_key: str
+
+
+def misnamed(source: Store, folder: str = "") -> dict[str, str]:
+    """Return what in a folder is not sent since not every place takes its name, and that reason."""
+    names = source.strangers(folder) if isinstance(source, NamingStrangers) else []
+    start = len(folder) + 1 if folder else 0
+    return {name[start:]: "its name has characters that not every place takes" for name in names}
 
 
 def send_others(

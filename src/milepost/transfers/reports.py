@@ -24,6 +24,7 @@ class CopyReport:
             source where both are in one bucket. Only their size was compared.
         present_bytes: Left there by an earlier try; read, and compared with their checksums.
         verified_bytes: Read back from the target after the commit, and compared.
+        skipped: Files of others in its folder that were left out, with the reason.
     """
 
     name: str
@@ -34,6 +35,7 @@ class CopyReport:
     shared_bytes: int = 0
     present_bytes: int = 0
     verified_bytes: int = 0
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class SyncReport:
         url: Where the copy is.
         copied: The checkpoints that were committed there now.
         present: Names of those that were there already.
-        skipped: Names of what was left out, with the reason: attempts, and what cannot be read.
+        skipped: Names of what was left out, with the reason: attempts, what cannot be read, and
+            files whose names not every place takes.
         deleted: Names that were deleted there.
         num_records: Records and other files that were written.
         verified_bytes: Read back from the target, and compared.

@@ -60,7 +60,7 @@ from ..visible import SUFFIXES, VisibleFiles
 from .bring import Progress, Shared
 from .claims import NO_SESSION, Commit
 from .one import copy_folder, read_back
-from .others import Other, send_others
+from .others import Other, misnamed, send_others
 from .records import (
     put_same,
     refuse_ahead,
@@ -136,7 +136,21 @@ def plan_sync(run: Run | Place | Store, to: Place | Store, *, delete: bool = Fal
     refuse_ahead(route, listed, there)
     view = scan(records) if RUN in there else None
     shown = open_store(run) if is_hidden and not isinstance(run, Run) else None
-    return SyncPlan(route, target, source.view, view, listed, there, deletes=delete, shown=shown)
+    strange = misnamed(source.store)
+    if shown is not None:
+        own = f"{HIDDEN}/"
+        strange |= {name: why for name, why in misnamed(shown).items() if not name.startswith(own)}
+    return SyncPlan(
+        route,
+        target,
+        source.view,
+        view,
+        listed,
+        there,
+        deletes=delete,
+        shown=shown,
+        misnamed=strange,
+    )
 
 
 @final
@@ -153,6 +167,7 @@ class SyncPlan:
         there: The keys of the target.
         deletes: Whether deletions are wanted.
         shown: What people see of the source, if its records are hidden in that.
+        misnamed: Files at the source whose names not every place takes, with that reason.
     """
 
     route: Route
@@ -163,6 +178,7 @@ class SyncPlan:
     there: Mapping[str, Entry]
     deletes: bool = False
     shown: Store | None = None
+    misnamed: Mapping[str, str] = field(default_factory=dict)
     _errors: dict[str, CheckpointError] = field(default_factory=dict)
 
     @property
@@ -208,11 +224,12 @@ class SyncPlan:
     @property
     def skipped(self) -> dict[str, str]:
         """Return what is left out at the source, with the reason."""
-        return {
+        checkpoints = {
             found.name: str(found.error) if found.error else f"{found.state}: not counted"
             for found in self.view.found
             if found.state not in _WHOLE
         }
+        return {**checkpoints, **self.misnamed}
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from milepost.runs import (
 from milepost.runs.prune import delete_checkpoint
 from milepost.runs.validations import Request, request_validation
 from milepost.stores import LocalStore, MemoryStore
+from milepost.stores.prefix import PrefixStore
 from milepost.testing import Crash, Fault, FaultStore
 from milepost.transfers.claims import Commit, claim_copy
+from milepost.transfers.one import copy_checkpoint
 from milepost.transfers.whole import plan_sync, sync_run
 
 
@@ -243,6 +246,37 @@ def test_while_one_is_damaged_at_the_source_nothing_is_deleted(run, target):
         run.store.delete(entry.key)
     run.store.put("ep1/mine.txt", b"x")  # stays where it is when a checkpoint is deleted
     assert sync_run(open_run(run.store), target, delete=True).deleted == ("ep1", "ep2")
+
+
+def test_what_is_left_out_for_its_name_is_told(run, tmp_path, target):
+    """Whoever deletes the original must know. Of a folder only the folder is told."""
+    folder = tmp_path / "run"
+    for name in (
+        "my notes.txt",
+        "w#1",
+        "p\u00e4per.txt",
+        "tb/a:2",
+        "ep1/a (1).md",
+        "x y/1",
+        "x y/2",
+    ):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff")).write_text("x")
+    (folder / "a link").symlink_to("ep1")
+    (folder / "tb" / "good").write_text("x")
+    names = ["ep1/a (1).md", "my notes.txt", "p\u00e4per.txt", "tb/a:2", "w#1", "x y/", "\\xff"]
+    plan = plan_sync(folder, target)
+    assert sorted(plan.skipped) == sorted(names)
+    report = plan.run()
+    assert (sorted(report.skipped), report.errors) == (sorted(names), {})
+    assert target.get("tb/good") == b"x"
+    copied = copy_checkpoint(folder / "ep1", tmp_path / "alone")
+    assert list(copied.skipped) == ["a (1).md"]
+    copied = copy_checkpoint(Checkpoint(run.store, "ep1"), tmp_path / "again")
+    assert list(copied.skipped) == ["a (1).md"]
+    assert PrefixStore(run.store, "tb").strangers() == ["a:2"]
 
 
 def test_two_runs_are_never_mixed(run, make, tmp_path):

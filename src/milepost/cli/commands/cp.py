@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import Annotated
 
@@ -51,6 +52,8 @@ def cp(
         print_json(asdict(report))
     else:
         print(f"{report.url.removeprefix('file://')} ({detail_of(report)})")
+    for name, why in report.skipped.items():
+        print(f"left out: {name}: {why}", file=sys.stderr)
 
 
 def detail_of(report: CopyReport) -> str:
