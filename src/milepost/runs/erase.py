@@ -19,9 +19,9 @@ Two things must never be deleted:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from ..errors import CheckpointError, FormatError, MissingError
+from ..errors import CheckpointError, DeadlineError, FormatError, MissingError, StorageError
 from ..format.canonical import load_record
 from ..format.layout import ATTEMPT, DELETED, INDEX, MANIFEST, METADATA
 from ..stores.base import Store
@@ -86,50 +86,57 @@ def condemn(store: Store, key: str, *, write_id: str | None) -> bool:
 def erase(store: Store, name: str) -> dict[str, CheckpointError]:
     """Remove what is ours from a folder that holds ``deleted.json``, and that last.
 
-    A folder without it is left alone. What is not ours stays, and the folder with it.
+    A folder without it is left alone. What is not ours stays, and the folder with it. A manifest
+    beside it goes first, and durably: as long as it stands, readers see the checkpoint.
 
     Returns:
-        The keys that could not be removed, with the reason. ``deleted.json`` stays too, then.
+        The keys that could not be removed, with the reason. ``deleted.json`` stays too, then; and
+        everything else, if the manifest is among them, or if a store that is not of this machine
+        falls away, where each further try would only take its time.
 
     Raises:
         CheckpointError: The store refused to show what is there, or to sync.
     """
-    claimed, deleted = file_key(name, ATTEMPT), file_key(name, DELETED)
+    claimed, deleted, manifest = (file_key(name, file) for file in (ATTEMPT, DELETED, MANIFEST))
     failed: dict[str, CheckpointError] = {}
 
-    def remove(key: str) -> None:
-        if store.head(deleted) != mark:
-            raise MissingError(f"{deleted} is another one by now.", path=deleted)
-        try:
-            store.delete(key)
-        except CheckpointError as error:
-            failed[key] = error
+    def remove(keys: Iterable[str]) -> None:
+        for key in keys:
+            if store.head(deleted) != mark:
+                raise MissingError(f"{deleted} is another one by now.", path=deleted)
+            try:
+                store.delete(key)
+            except CheckpointError as error:
+                failed[key] = error
+                if isinstance(error, (StorageError, DeadlineError)) and not store.traits.is_local:
+                    return
 
     try:
         mark = store.head(deleted)
         keys = _keys_of_ours(store, name)
-        for key in keys:
-            if key not in (claimed, deleted):
-                remove(key)
-        # The order of the last two must hold after a power cut as well.
-        if claimed in keys and not failed:
+        # The order of what stands for the folder must hold after a power cut as well.
+        steps = (
+            [manifest] if manifest in keys else [],
+            [key for key in keys if key not in (claimed, deleted, manifest)],
+            [claimed] if claimed in keys else [],
+        )
+        for step in steps:
+            remove(step)
+            if failed:
+                return failed
             store.sync_folder(name)
-            remove(claimed)
-        if not failed:
-            store.sync_folder(name)
-            _sweep_temporary(store, name)
-            remove(deleted)
+        _sweep_temporary(store, name)
+        remove([deleted])
     except MissingError:
         return {}  # another process has finished the same work
     return failed
 
 
 def _keys_of_ours(store: Store, name: str) -> list[str]:
-    """Return the keys in a folder that are to be removed, a manifest first."""
+    """Return the keys in a folder that are to be removed."""
     is_ours = _rule(store, file_key(name, DELETED))
     start = len(name) + 1
-    keys = [entry.key for entry in store.list(name) if is_ours(entry.key[start:])]
-    return sorted(keys, key=lambda key: key != file_key(name, MANIFEST))
+    return [entry.key for entry in store.list(name) if is_ours(entry.key[start:])]
 
 
 def _rule(store: Store, deleted: str) -> Callable[[str], bool]:

@@ -50,9 +50,14 @@ class Leftovers:
             self._claims.append(held)
 
     def remove(self) -> None:
-        """Try again to remove what could not be, now that the store is known to answer."""
+        """Try again to remove what could not be, now that the store is known to answer.
+
+        A save waits for it. So with the first that fails again the rest is left for the next time:
+        each further try might wait as long for an answer.
+        """
         claims, self._claims = self._claims, []
-        for held in claims:
+        while claims:
+            held = claims.pop(0)
             try:
                 left = abandon(self._store, held)
             except UsageError as error:
@@ -62,6 +67,7 @@ class Leftovers:
                 _log.info("%s is not removed yet: %s", held.folder, error)
                 left = [held.folder]
             if left:
-                self._claims.append(held)
-            else:
-                _log.info("Removed what a failed attempt had left in %s.", held.folder)
+                # Last: the next time begins with those that were not tried.
+                self._claims = [*claims, held]
+                return
+            _log.info("Removed what a failed attempt had left in %s.", held.folder)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from milepost.errors import FencedError, IncompleteError, StorageError, UsageError
+from milepost.errors import AccessError, FencedError, IncompleteError, StorageError, UsageError
 from milepost.runs import (
     Decision,
     Identity,
@@ -273,6 +273,25 @@ def test_a_rename_that_left_both_names_is_finished(store, filled):
     assert sweep(store, filled) == ["ep1"]
     assert "ep1" not in store.folders()
     assert names(store) == left
+
+
+@pytest.mark.parametrize("error", [AccessError, StorageError])
+def test_a_manifest_that_stays_keeps_its_files(store, filled, error):
+    """Readers take what has a manifest for a checkpoint: it must not lose its files under them."""
+    store.link("ep1/manifest.json", "ep1/deleted.json")
+    before = {entry.key for entry in store.list("ep1")}
+
+    def refuse(number, operation):
+        del number
+        if operation == "delete ep1/manifest.json":
+            raise error("no", operation="delete", path="ep1/manifest.json")
+
+    with pytest.raises(error):
+        delete_checkpoint(FaultStore(store, before=refuse), "ep1")
+    assert {entry.key for entry in store.list("ep1")} == before
+    assert verify(store, "ep1", Level.FULL).is_good
+    delete_checkpoint(store, "ep1")
+    assert "ep1" not in store.folders()
 
 
 def test_sweeping_spares_the_living_and_what_is_being_written(store, begin, filled):
