@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from milepost.errors import UsageError
 from milepost.stores import forked
 
 from ..servers import Server
@@ -87,6 +88,24 @@ def test_a_client_is_not_dropped_in_a_child(name: str, request: pytest.FixtureRe
         gc.collect()
         assert number not in forked._alive
         assert forked._held == []
+
+
+def test_a_child_opens_no_store_where_its_parent_has_talked(
+    moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request would wait for ever, for threads that are not there. One of a silent parent may."""
+    moto.open("forked/c").put("a", b"1")
+
+    def is_refused() -> bool:
+        try:
+            moto.open("forked/c").get("a")
+        except UsageError as error:
+            return "spawn" in str(error.hint)
+        return False
+
+    assert in_child(is_refused) == 0
+    monkeypatch.setattr(forked._Threads, "have_begun", False)
+    assert in_child(lambda: bool(moto.open("forked/c"))) == 0
 
 
 class Numbers(Dataset):

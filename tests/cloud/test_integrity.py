@@ -6,17 +6,27 @@ import itertools
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 import milepost as mp
+from milepost.engine.links import Links
 from milepost.format.digest import BLOCK_BYTES, block_crcs
 from milepost.runs import Level, ensure_run, open_session, record_origin, verify
 from milepost.stores import PrefixStore
 from milepost.stores.cloud import CloudStore
 from milepost.stores.pages import page_memory
 from milepost.testing import FaultProxy, fault_proxy, save_files, write_key
-from milepost.testing.proxy import Request, first, flip_received, flip_sent
+from milepost.testing.proxy import (
+    Answer,
+    Forward,
+    Request,
+    first,
+    flip_received,
+    flip_sent,
+    pass_on,
+)
 
 from ..servers import BUCKET, KEY, SECRET, Server, s3_client
 from .conftest import is_put
@@ -116,14 +126,40 @@ def test_a_record_is_read_back_where_nobody_compares(proxy: FaultProxy) -> None:
     """A request without a signed body says nothing of it, so that no service can compare."""
     store = open_s3(proxy.endpoint, f"integrity/{next(_numbers)}", unsigned_payload=True)
     store.put_new("warm", b"")
-    for put in (store.put_new, store.put):
-        proxy.rule = first(1, flip_sent(), only=is_put)
-        with pytest.raises(mp.DamagedError, match="on the way"):
-            put("a", b"record")
-        with pytest.raises(mp.MissingError):
-            store.head("a")
+    proxy.rule = first(1, flip_sent(), only=is_put)
+    with pytest.raises(mp.DamagedError, match="on the way"):
+        store.put_new("a", b"record")
+    with pytest.raises(mp.MissingError):
+        store.head("a")
     store.put_new("a", b"record")
     assert store.get("a") == b"record"
+    proxy.rule = first(1, flip_sent(), only=is_put)
+    store.put("a", b"newer record")
+    assert store.get("a") == b"newer record"
+    proxy.rule = first(None, flip_sent(), only=is_put)
+    with pytest.raises(mp.DamagedError, match="on the way"):
+        store.put("a", b"another one")
+    assert store.head("a").size_bytes == 11
+
+
+def test_what_another_has_put_meanwhile_is_left_alone(proxy: FaultProxy) -> None:
+    """What is read back may be newer than what was sent: that is no harm, and not ours."""
+    store = open_s3(proxy.endpoint, f"integrity/{next(_numbers)}", unsigned_payload=True)
+    other = open_s3(proxy.endpoint, store.url.partition("runs/")[2])
+    store.put_new("warm", b"")
+    for put, key in ((store.put_new, "a"), (store.put, "a"), (store.put, "b")):
+        other.delete(key)
+
+        def replace_first(request: Request, forward: Forward, key: str = key) -> Answer:
+            if request.method == "GET":
+                proxy.rule = pass_on
+                other.put(key, b"of another process")
+            return forward(request)
+
+        proxy.rule = replace_first
+        put(key, b"mine")
+        assert proxy.rule is pass_on
+        assert store.get(key) == b"of another process"
 
 
 def test_a_flip_on_the_way_back_is_asked_for_again(proxy: FaultProxy, store: CloudStore) -> None:
@@ -171,3 +207,31 @@ def test_a_part_that_comes_wrong_once_is_not_damaged(
     assert "alters bytes" in caplog.text
     assert KEY not in caplog.text
     assert SECRET not in caplog.text
+
+
+def test_what_came_wrong_is_not_copied_on(
+    proxy: FaultProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights that do not change are sent once and copied ever after: so is a bit that flipped."""
+    store = open_s3(proxy.endpoint, f"integrity/{next(_numbers)}", unsigned_payload=True)
+    session = record_origin(store, open_session(store, ensure_run(store)), None)
+    files = {"good": BIG, "bad": BIG[::-1]}
+    proxy.rule = first(1, flip_sent(4321), only=lambda one: is_part(one) and "/bad?" in one.path)
+    manifest = save_files(store, session, name="ep1", attempt=1, files=files)
+    proxy.rule = pass_on
+    links = Links(store, is_wanted=True)
+    links.note(manifest)
+    with caplog.at_level(logging.WARNING, logger="milepost"):
+        assert links.try_link("ep2", "bad") is None
+    assert "ep1 is damaged" in caplog.text
+    with pytest.raises(mp.MissingError):
+        store.head("ep2/bad")
+    entry = links.try_link("ep2", "good")
+    assert entry is not None
+    assert entry.linked_from == "ep1"
+    assert store.get("ep2/good") == BIG
+    # Once: what was compared stays compared in its copies.
+    proxy.seen.clear()
+    links.note(replace(manifest, name="ep2", files=(entry,)))
+    assert links.try_link("ep3", "good") is not None
+    assert not [one for one in proxy.seen if one.method == "GET"]

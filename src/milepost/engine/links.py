@@ -1,4 +1,9 @@
-"""Links: files that a checkpoint may share with the one before, because they did not change."""
+"""Links: files that a checkpoint may share with the one before, because they did not change.
+
+A copy that a bucket makes is as good as what it copies. Where nobody compares what is uploaded with
+what came, the first one is read back before it is copied, once in the life of a process: else one
+bit that flipped on the way would be in every later checkpoint too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ from dataclasses import replace
 
 from ..errors import CheckpointError
 from ..format.manifest import FileEntry, Manifest
+from ..runs.folders import file_key
+from ..runs.verify import verify_files
 from ..stores.base import Store
 
 __all__ = ["Links"]
@@ -29,13 +36,16 @@ class Links:
     def __init__(self, store: Store, *, is_wanted: bool) -> None:
         self._store = store
         self._is_wanted = is_wanted
-        self._written: dict[str, tuple[str, FileEntry]] = {}
+        self._written: dict[str, tuple[Manifest, FileEntry]] = {}
+        self._compared: set[str] = set()
         self.committed: set[str] = set()
 
     def note(self, manifest: Manifest) -> None:
         """Remember the files of a checkpoint that was committed."""
         for entry in manifest.files:
-            self._written[entry.path] = (manifest.name, entry)
+            self._written[entry.path] = (manifest, entry)
+            if entry.linked_from is None:
+                self._compared.discard(entry.path)
 
     def forget(self, path: str) -> None:
         """Share a file no more: what is staged for it has changed."""
@@ -63,9 +73,32 @@ class Links:
         if "/" in folder or not (traits.hard_links or traits.copies_itself):
             return None
         source, entry = self._written[path]
+        key = file_key(folder, path)
         try:
-            self._store.link(f"{source}/{path}", f"{folder}/{path}")
+            if not self._is_right(source, entry):
+                return None
+            self._store.link(file_key(source.name, path), key)
         except CheckpointError as error:
-            _log.info("Could not link %s of %s (%s); it is written again.", path, source, error)
+            _log.info(
+                "Could not link %s of %s (%s); it is written again.", path, source.name, error
+            )
             return None
-        return replace(entry, linked_from=source)
+        return replace(entry, linked_from=source.name)
+
+    def _is_right(self, source: Manifest, entry: FileEntry) -> bool:
+        """Return whether a file holds what was sent, as far as nobody has looked before."""
+        traits = self._store.traits
+        if traits.hard_links or traits.compares_uploads or entry.path in self._compared:
+            return True
+        problems = verify_files(self._store, source.name, source, [entry])
+        if problems:
+            self.forget(entry.path)
+            _log.warning(
+                "%s came to harm on the way there: %s It is written again; %s is damaged.",
+                self._store.url,
+                problems[0].text,
+                source.name,
+            )
+            return False
+        self._compared.add(entry.path)
+        return True

@@ -120,7 +120,7 @@ def erase(store: Store, name: str) -> dict[str, CheckpointError]:
             [key for key in keys if key not in (claimed, deleted, manifest)],
             [claimed] if claimed in keys else [],
         )
-        for step in steps:
+        for step in [step for step in steps if step] or [[]]:
             remove(step)
             if failed:
                 return failed

@@ -68,6 +68,8 @@ class Traits:
         hard_links: Whether ``link`` shares bytes instead of copying them.
         copies_itself: Whether ``link`` has the place copy them, so that they do not pass through
             here.
+        compares_uploads: Whether a part that came to harm on the way there is refused. Where it is
+            not, only reading it back tells.
         symlinks: Whether ``point`` makes a link that people can follow.
     """
 
@@ -76,6 +78,7 @@ class Traits:
     hard_links: bool
     symlinks: bool
     copies_itself: bool = False
+    compares_uploads: bool = True
 
 
 class Writer(Protocol):
@@ -183,7 +186,10 @@ class Store(Protocol):
         """Move ``key`` to ``new_key``, which must not exist: one durable step if it can be."""
 
     def link(self, key: str, new_key: str) -> None:
-        """Give the bytes of ``key`` a second key, sharing them if the store can, else copying."""
+        """Give the bytes of ``key`` a second key, sharing them if the store can, else copying.
+
+        After an error there is no ``new_key``, unless the error says that there was one before.
+        """
 
     def point(self, key: str, target: str) -> None:
         """Make ``key`` name ``target`` for people: a symlink, or a text with the target's name."""

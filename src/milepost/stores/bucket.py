@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..errors import ExistsError, MissingError, UsageError
+from ..format.digest import BLOCK_BYTES
 from ..format.layout import check_key, is_key
 from .base import Entries, Entry, Names, Traits
 from .ranges import RangeReader
@@ -141,6 +142,20 @@ class BucketStore(ABC):
     def local_path(self, key: str) -> str | None:  # noqa: ARG002 - the contract's name
         """Return ``None``: there are no files, or it is not known."""
         return None
+
+    def _send_again(self, key: str, new_key: str, size_bytes: int) -> None:
+        """Copy an object by reading and writing it."""
+        writer = FeedWriter(self, new_key, size_bytes, timeout_s=self._wait_s(size_bytes))
+        try:
+            # Not from within the upload, whose client can send no other request meanwhile.
+            for start in range(0, size_bytes, BLOCK_BYTES):
+                writer.write_at(
+                    start, self.read_range(key, start, min(BLOCK_BYTES, size_bytes - start))
+                )
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
 
     def _create_after_look(self, key: str, data: bytes) -> None:
         """Create ``key`` where the service does not refuse; safe for one process only."""

@@ -3,7 +3,8 @@
 A client has one time limit for all of its requests. So there is one for each size of requests, and
 each request gets the time that its bytes take on the slowest connection. A client that reads also
 notices when nothing comes any more; while bytes are sent nothing is expected to come, and the time
-of the request is the limit.
+of the request is the limit. While the service copies an object nothing is sent either way, but it
+is done where the bytes are: a request for that has the time that a service takes at most.
 
 Single requests are tried again by whoever sends them; only a client for uploads does so itself,
 since it alone holds the pieces.
@@ -21,12 +22,17 @@ from obstore.store import from_url
 
 from ..errors import UsageError
 from ..format.digest import BLOCK_BYTES
-from .forked import hold_in_children
+from .forked import hold_in_children, refuse_without_threads
 
 __all__ = ["Clients"]
 
+Kind = Literal["read", "write", "upload", "copy"]
+
 _CONNECT_S = 10
 _SIZES = (1024 * 1024, BLOCK_BYTES, 8 * BLOCK_BYTES, 64 * BLOCK_BYTES, 512 * BLOCK_BYTES)
+_COPY_SILENT, _COPY_FASTER = 3, 500
+"""Of the times of other requests: 60 s, and as long as the bytes take at 50 MB/s."""
+
 _AZURE = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -51,6 +57,7 @@ class Clients:
         slowest_bytes_s: What each connection carries at least.
 
     Attributes:
+        is_azure: Whether it is a place of Azure.
         endpoint: The address of the service, or empty if the client knows it by itself.
         are_uploads_checked: Whether the service compares what comes with a checksum of what was
             sent: S3 does, by the signature of the request.
@@ -72,6 +79,7 @@ class Clients:
         _refuse_odd(url)
         scheme = url.partition("://")[0].lower().replace("s3a", "s3")
         is_s3 = scheme == "s3"
+        self.is_azure = _ENDPOINTS.get(scheme) is _AZURE
         given = config.get("endpoint") or config.get("base_url")
         self.endpoint = str(given or _from_environment(*_ENDPOINTS.get(scheme, ())))
         options = {**(_defaults_of_s3(config, self.endpoint) if is_s3 else {}), **config}
@@ -80,12 +88,14 @@ class Clients:
         self._slowest_bytes_s = slowest_bytes_s
         self._clients: dict[tuple[str, int], Any] = {}
 
+        refuse_without_threads(url)
+
         # A function, not a field: what is printed of this object must not hold credentials.
-        def make(kind: str, size_bytes: int) -> Any:
+        def make(kind: Kind, size_bytes: int) -> Any:
             client: dict[str, Any] = {
                 "allow_http": self.endpoint.startswith("http://"),
                 "connect_timeout": f"{_CONNECT_S}s",
-                "timeout": _text(self.request_s(size_bytes)),
+                "timeout": _text(self.request_s(size_bytes, kind=kind)),
             }
             if kind == "read":
                 client["read_timeout"] = _text(silent_timeout_s)
@@ -108,14 +118,18 @@ class Clients:
                 path=url,
             ) from None  # its text may hold what it was given
 
-    def get(self, kind: Literal["read", "write", "upload"], size_bytes: int = 0) -> Any:
-        """Return the client for requests that carry so many bytes at most."""
-        which = kind, next((size for size in _SIZES if size_bytes <= size), _SIZES[-1])
+    def get(self, kind: Kind, size_bytes: int = 0) -> Any:
+        """Return the client for requests that carry so many bytes at most, or copy them."""
+        largest = size_bytes if kind == "copy" else _SIZES[-1]
+        which = kind, next((size for size in _SIZES if size_bytes <= size), largest)
         client = self._clients.get(which)
         return client or self._clients.setdefault(which, self._make(*which))
 
-    def request_s(self, size_bytes: int) -> float:
+    def request_s(self, size_bytes: int, *, kind: Kind = "write") -> float:
         """Return the time that a request with so many bytes has."""
+        if kind == "copy":
+            copied_bytes_s = _COPY_FASTER * self._slowest_bytes_s
+            return _COPY_SILENT * self._silent_timeout_s + size_bytes / copied_bytes_s
         return self._silent_timeout_s + size_bytes / self._slowest_bytes_s
 
 

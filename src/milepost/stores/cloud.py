@@ -4,7 +4,9 @@ What makes it durable is the service: an object is there, whole and durable, whe
 been answered. What makes ``put_new`` exclusive is a condition on the upload, "only if there is
 none". An answer may get lost on the way, and the try after it is refused because of our own object:
 so each object carries a random mark, and a refusal is believed only if the mark is another's. A
-record carries its checksum too, so that bits which flip on the way are found on either way.
+record carries its checksum too, so that bits which flip on the way are found on either way. Where
+the service does not compare what came, the record is read back; whatever bears another mark by then
+is what another process has put there since, and is left alone.
 
 Records are small and uploaded at once. Parts are streamed in several pieces while they are written,
 and are visible when the last piece has been answered; what was begun and not ended is dropped.
@@ -19,6 +21,7 @@ Together with ``clients.py`` the only module that imports obstore.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,6 +48,7 @@ from .base import Entries, Entry, Names
 from .bucket import BucketStore
 from .clients import Clients
 from .feed import BlockFeed
+from .forked import note_request
 from .pace import pace_of
 from .probing import refuses_existing
 from .refusals import UnknownAnswerError, typed_error
@@ -54,12 +58,16 @@ __all__ = ["CloudStore"]
 
 T = TypeVar("T")
 
+_log = logging.getLogger("milepost")
 _MARK = "mpwrite"
 _CHECKSUM = "mpcrc32c"
 _SILENT_S = 20.0
 _SLOWEST_BYTES_S = 100_000
 _RECORD_BYTES = 1024 * 1024
 _MAX_PIECES = 9_000
+_PUTS = 2
+"""A record that came to harm is put once more. It is not deleted: it stands for one before it."""
+
 _RETRIES = 12
 _RETRY_TIMEOUT_S = 120.0
 _MAX_COPY_BYTES = 5 * 1024**3
@@ -96,7 +104,6 @@ class CloudStore(BucketStore):
         slowest_bytes_s: int = _SLOWEST_BYTES_S,
     ) -> None:
         super().__init__(url.rstrip("/"), exclusive_create=True)
-        self.traits = replace(self.traits, copies_itself=True)
         self._retry_timeout_s = retry_timeout_s
         self._clients = Clients(
             self.url,
@@ -105,6 +112,11 @@ class CloudStore(BucketStore):
             retry_timeout_s=retry_timeout_s,
             silent_timeout_s=silent_timeout_s,
             slowest_bytes_s=slowest_bytes_s,
+        )
+        self.traits = replace(
+            self.traits,
+            copies_itself=not self._clients.is_azure,
+            compares_uploads=self._clients.are_uploads_checked,
         )
         self._pace = pace_of(f"{self._clients.endpoint} {'/'.join(urlsplit(self.url)[:2])}")
         self._tries = Tries(
@@ -134,13 +146,19 @@ class CloudStore(BucketStore):
             # It may be ours: the answer to a first try got lost.
             if not self._is_ours(key, mark, is_refused=isinstance(error, ExistsError)):
                 raise
-        self._compare(key, data)
+        if not self._is_whole(key, data, mark):
+            self.delete(key)
+            raise self._harmed(key, "and was removed")
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace ``key``."""
         self._check(key)
-        self._send("put", key, data, mark=secrets.token_hex(16))
-        self._compare(key, data)
+        for _ in range(_PUTS):
+            mark = secrets.token_hex(16)
+            self._send("put", key, data, mark=mark)
+            if self._is_whole(key, data, mark):
+                return
+        raise self._harmed(key, f"{_PUTS} times")
 
     def _send(self, operation: str, key: str, data: bytes, *, mark: str) -> None:
         client, body = self._clients.get("write", len(data)), bytes(data)
@@ -154,22 +172,37 @@ class CloudStore(BucketStore):
             ),
         )
 
-    def _compare(self, key: str, data: bytes) -> None:
-        """Read a record back if nobody else compares what was sent with what came."""
+    def _is_whole(self, key: str, data: bytes, mark: str) -> bool:
+        """Read a record back if nobody else compares what was sent with what came.
+
+        Returns:
+            Whether it is what was sent, or what another process has put there since.
+        """
         if self._clients.are_uploads_checked or len(data) > _RECORD_BYTES:
-            return
+            return True
+        client = self._clients.get("read", BLOCK_BYTES)
+
+        def look() -> None:
+            found = obstore.get(client, key)
+            size_bytes = _checked(found.meta)["size"]
+            if found.attributes.get(_MARK, mark) != mark:
+                return
+            if size_bytes != len(data) or bytes(found.bytes()) != data:
+                raise self._harmed(key, "or back")
+
         try:
-            is_equal = self.get(key) == data
+            self._ask("get", key, look)  # twice, if need be: it may be the way back
         except DamagedError:
-            is_equal = False
-        if not is_equal:
-            self.delete(key)
-            raise DamagedError(
-                f"{self._name(key)} came to harm on the way there, and was removed.",
-                safe="Earlier checkpoints are intact.",
-                operation="put",
-                path=key,
-            )
+            return False
+        return True
+
+    def _harmed(self, key: str, how: str) -> DamagedError:
+        return DamagedError(
+            f"{self._name(key)} came to harm on the way there, {how}.",
+            safe="Earlier checkpoints are intact.",
+            operation="put",
+            path=key,
+        )
 
     def get(self, key: str, *, max_bytes: int = 256 * 1024 * 1024) -> bytes:
         """Return the bytes of ``key``."""
@@ -246,7 +279,10 @@ class CloudStore(BucketStore):
             return  # some services say so
 
     def link(self, key: str, new_key: str) -> None:
-        """Give the bytes of ``key`` a second key: a copy that the service makes."""
+        """Give the bytes of ``key`` a second key: a copy that the service makes.
+
+        Azure is sent the bytes again: it answers when it has begun to copy.
+        """
         self._check(key)
         self._refuse_existing(new_key)
         size_bytes = self.head(key).size_bytes
@@ -257,15 +293,26 @@ class CloudStore(BucketStore):
                 operation="copy",
                 path=key,
             )
-        client = self._clients.get("write", size_bytes)
-        self._ask("copy", key, lambda: obstore.copy(client, key, new_key))
-        found_bytes = self.head(new_key).size_bytes
-        if found_bytes != size_bytes:
-            raise DamagedError(
-                f"The copy {self._name(new_key)} has {found_bytes:,} of {size_bytes:,} bytes.",
-                operation="copy",
-                path=new_key,
-            )
+        if self._clients.is_azure:
+            self._send_again(key, new_key, size_bytes)
+            return
+        client = self._clients.get("copy", size_bytes)
+        try:
+            self._ask("copy", key, lambda: obstore.copy(client, key, new_key))
+            found_bytes = self.head(new_key).size_bytes
+            if found_bytes != size_bytes:
+                raise DamagedError(
+                    f"The copy {self._name(new_key)} has {found_bytes:,} of {size_bytes:,} bytes.",
+                    operation="copy",
+                    path=new_key,
+                )
+        except CheckpointError as error:
+            # It may have been made all the same, and would be in the way of what is written then.
+            try:
+                self.delete(new_key)
+            except CheckpointError as second:
+                _log.warning("After %s: %s may be left: %s", error, self._name(new_key), second)
+            raise
 
     def upload(self, key: str, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
         """Upload an object in several pieces; one of that name is replaced."""
@@ -399,6 +446,7 @@ class CloudStore(BucketStore):
         may_repeat: Callable[[CheckpointError], bool] = lambda _: True,
     ) -> T:
         """Send a request until it is answered; see ``tries.py``."""
+        note_request()
 
         def explain(error: Exception, tries: int) -> CheckpointError:
             said = str(error)

@@ -14,8 +14,10 @@ has ended.
 Two copies into one folder at a time: on a file system the claim is locked (``flock``, gone with its
 holder), and the second one is refused. In a bucket the second one is refused if the process of the
 first is known to live, on this machine. If that cannot be known it goes on beside it: an object is
-there whole or not at all, both make the same ones, and neither deletes any. So whoever commits,
-commits what is there.
+there whole or not at all, both make the same ones, and neither deletes what the other has sent. The
+one exception is a copy that the service should make and did not answer for: what it has left is
+deleted, which may hit the same object of the other one. Both look before they commit that all is
+there, so that ends in a refusal and not in a hole.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Route:
 
 def copies_by_itself(store: Store) -> bool:
     """Return whether a second key for bytes that are there costs no transfer from here."""
-    return not store.url.startswith("libcloud://")
+    return store.traits.hard_links or store.traits.copies_itself
 
 
 def find_route(source: Store, target: Store, *, given: tuple[AnyPlace, AnyPlace]) -> Route:
@@ -72,7 +72,7 @@ def find_route(source: Store, target: Store, *, given: tuple[AnyPlace, AnyPlace]
         return Route(source, target)
     roots = {_bucket(url) for url in (*texts, source.url, target.url)}
     root = roots.pop()
-    if roots or root.startswith(("libcloud://", "memory://")):
+    if roots or not target.traits.copies_itself:
         return Route(source, target)
     prefixes = [f"{url[len(root) :].strip('/')}/".lstrip("/") for url in (source.url, target.url)]
     return Route(source, target, open_store(root), *prefixes)

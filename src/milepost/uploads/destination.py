@@ -63,7 +63,7 @@ class Destination:
     @property
     def can_copy(self) -> bool:
         """Return whether the store copies objects by itself, without sending their bytes here."""
-        return not self.store.url.startswith("libcloud://")
+        return self.store.traits.hard_links or self.store.traits.copies_itself
 
     def recipe(self) -> str:
         """Return what another process opens the same place by. No secret is in it.
