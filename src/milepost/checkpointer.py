@@ -103,7 +103,8 @@ class Checkpointer:
         load_progress_bar: Whether to show how far such a download has come.
         staging: When the state is copied: ``"eager"``, before a save returns; ``"overlap"``, what
             optimizers own while the next forward and backward pass run, and all else before the
-            save returns; ``"auto"``, the latter for saves between two batches of :meth:`batches`.
+            save returns; ``"auto"``, the latter for saves between two batches of :meth:`batches`,
+            in a loop that writes to nothing of it but by the steps of optimizers.
         copy_check: How what is copied while training goes on is watched: by its version counters
             and ``"sample"``, some bytes of each tensor, ``"full"``, all bytes, or ``"none"``.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
@@ -140,7 +141,7 @@ class Checkpointer:
         local_cache: str | os.PathLike[str] | None = None,
         load_chunk_bytes: int = 0,
         load_progress_bar: bool = False,
-        staging: Staging = "auto",
+        staging: Staging = "eager",
         copy_check: CopyCheck = "sample",
         **objects: Any,
     ) -> None:

@@ -90,7 +90,7 @@ class WriterOptions:
     share_timeout_s: float = 1800.0
     rank_check: RankCheck = "sample"
     local_cache: str | os.PathLike[str] | None = None
-    staging: Staging = "auto"
+    staging: Staging = "eager"
     copy_check: CopyCheck = "sample"
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from .progress.timer import Timer
 from .resumption import Resumption
 from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader
-from .state.owned import EVERYTHING, Late
+from .state.owned import Late
 from .state.rng import capture_rng
 from .state.tracked import Tracked, check_item_names
 from .state.transient import TransientBuffers
@@ -36,6 +36,10 @@ from .writer import RunWriter
 __all__ = ["Saves"]
 
 _log = logging.getLogger("milepost")
+
+_LAST = ("exception", "signal")
+"""Reasons for which a save must not fail because something wrote where nothing should: no other
+follows. It is copied at once."""
 
 _OWN_STEPS = (
     "Batches are counted with step(), and no loader is iterated with run.batches(): where a "
@@ -147,14 +151,20 @@ class Saves:
             pending = self._begin(
                 request,
                 rng=rng or before,
-                may_be_late=self._writer.may_copy_late(is_step_next=is_step_next),
-                is_waited_for=is_waited_for,
+                may_be_late=not (is_final or reason in _LAST)
+                and self._writer.may_copy_late(
+                    is_step_next=is_step_next, is_waited_for=is_waited_for
+                ),
             )
             self.saved_at, self._saved = self._point(), pending
-        if wait:
-            pending.wait()
-        elif not self._is_async:
-            self._writer.wait()
+        try:
+            if wait:
+                pending.wait()
+            elif not self._is_async:
+                self._writer.wait()
+        except BaseException:
+            pending.wait_until_copied()  # after an interrupt anything may be written to
+            raise
         if self.pacing is not None:
             stall_s = self._timer.clock_s - started_s
             self._pace(self.pacing, pending, stall_s if reason == "interval" else None)
@@ -244,15 +254,12 @@ class Saves:
         rng: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         may_be_late: bool = False,
-        is_waited_for: bool = False,
     ) -> PendingSave[Checkpoint]:
         started_s = time.perf_counter()
         owned: Late | None = None
         try:
             items = self._capture(rng=rng, extra=extra or {})
-            if is_waited_for:
-                owned = EVERYTHING  # nothing changes meanwhile: it may be written as it is copied
-            elif may_be_late:
+            if may_be_late:
                 # With "overlap" it was promised that whoever writes waits.
                 is_promised = self._writer.options.staging == "overlap"
                 owned = self._tracked.owned(with_embeddings=is_promised)

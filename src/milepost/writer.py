@@ -7,6 +7,7 @@ leader's points to the newest checkpoint and deletes old ones.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -214,16 +215,17 @@ class RunWriter:
         if self._saver is not None:
             self._saver.prepare(num_bytes)
 
-    def may_copy_late(self, *, is_step_next: bool) -> bool:
-        """Return whether what optimizers own may be copied after a save has returned.
+    def may_copy_late(self, *, is_step_next: bool, is_waited_for: bool) -> bool:
+        """Return whether what optimizers own may be copied after a save has begun to be written.
 
         Args:
             is_step_next: Whether nothing can come between the save and the next step of an
                 optimizer but a forward and a backward pass.
+            is_waited_for: Whether nothing at all comes before it is committed.
         """
         if self.options.staging == "auto":
             is_alone = self.team.world_size == 1
-            return is_step_next and is_alone and not self._is_wary
+            return (is_step_next or is_waited_for) and is_alone and not self._is_wary
         return self.options.staging == "overlap"
 
     def save(
@@ -238,8 +240,14 @@ class RunWriter:
         if self._saver is None:
             raise UsageError("The run is not open.", hint="Use it in a with block, or call open().")
         self.settle()
+        started_s = time.perf_counter()
+        self._saver.wait_until_free()
+        waited_s = time.perf_counter() - started_s
+        self.settle()  # how the save before has ended may say what may be copied late
         owned = None if self._is_wary else owned
-        pending = self._saver.save(items, request, owned=owned, capture_s=capture_s)
+        pending = self._saver.save(
+            items, request, owned=owned, capture_s=capture_s, waited_s=waited_s
+        )
         self._unsettled.append(pending)
         if self.team.rank == 0:
             pending.when_done(partial(_log_cost, pending))
@@ -265,13 +273,13 @@ class RunWriter:
         first: BaseException | None = None
         while self._unsettled and self._unsettled[0].done():
             pending = self._unsettled.pop(0)
-            error = pending.unreported_error
-            if error is None:
-                self._note_end(pending)
-                continue
-            pending.exception()
+            is_told, error = pending.was_reported, pending.exception()
             if self.options.staging == "auto" and isinstance(error, StateChangedError):
-                self._be_wary(pending.name, error)
+                self._be_wary(pending.name, error, is_told=is_told)
+                continue
+            if error is None:
+                self._note_success()
+            if error is None or is_told:
                 continue
             self._num_failed += 1
             self._only_warned = None
@@ -287,9 +295,11 @@ class RunWriter:
             self._only_warned = None
             raise first
 
-    def _be_wary(self, name: str, error: StateChangedError) -> None:
+    def _be_wary(self, name: str, error: StateChangedError, *, is_told: bool) -> None:
         """Copy at once from now on: something writes to the state where nothing should."""
-        self._is_wary, self._only_warned = True, (name, error)
+        self._is_wary = True
+        if not is_told:
+            self._only_warned = (name, error)
         _log.warning(
             "The save of %s failed, and from now on the whole state is copied before a save "
             "returns: %s",
@@ -330,11 +340,9 @@ class RunWriter:
         for pending in list(self._unsettled):
             pending.check_done(timeout_s)
 
-    def _note_end(self, pending: PendingSave[Checkpoint]) -> None:
-        """Take note of a save that needs no word, and say so where earlier ones did."""
-        if pending.exception() is not None:
-            return  # told to whoever waited for it
-        if self._only_warned is not None:
+    def _note_success(self) -> None:
+        """Take note of a save that was committed, and say so where earlier ones were not."""
+        if self._num_failed:
             _log.warning("Saves succeed again; %d in a row had failed.", self._num_failed)
         self._num_failed, self._only_warned = 0, None
 

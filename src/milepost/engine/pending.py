@@ -78,8 +78,8 @@ class PendingSave(Generic[T]):
     def wait_until_copied(self, timeout_s: float | None = None) -> None:
         """Wait until the state may be changed by anything, not by the step of an optimizer only.
 
-        Needed only with ``staging="overlap"``, before something else writes to parameters or to
-        what optimizers keep. How the copy went is told by the save.
+        Needed only where ``staging`` is not ``"eager"``, before something else writes to parameters
+        or to what optimizers keep. How the copy went is told by the save.
 
         Args:
             timeout_s: How long to wait, in seconds; ``None`` waits for as long as it takes.

@@ -28,7 +28,7 @@ from ..tensors.boxes import is_sharded, local_tensor
 from .flattened import is_flattened, owners_in_groups
 from .zero import holder_of
 
-__all__ = ["EVERYTHING", "Late", "MemoryKey", "Owned", "memory_key", "owned_by"]
+__all__ = ["Late", "MemoryKey", "Owned", "memory_key", "owned_by"]
 
 MemoryKey = tuple[int, int]
 """Address and size of the memory of a tensor."""
@@ -73,18 +73,6 @@ class Late(Protocol):
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Return whether a tensor, of the host's memory, is among it."""
-
-
-class _Everything:
-    """All that is worth it: for a save that is waited for, so that nothing else happens."""
-
-    modules: tuple[nn.Module, ...] = ()
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return tensor.nbytes >= MIN_BYTES and not _is_shared(tensor)
-
-
-EVERYTHING: Late = _Everything()
 
 
 def memory_key(tensor: Tensor) -> MemoryKey:
