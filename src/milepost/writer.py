@@ -31,7 +31,7 @@ from .format.manifest import Manifest
 from .liveness import note_commit
 from .opening import Covers, Opening, Restore, WriterOptions
 from .ranks.solo import Solo, Team
-from .runs.costs import cost_text
+from .runs.costs import cost_text, size_text
 from .runs.keep import may_give_up
 from .runs.manifests import ManifestCache
 from .runs.prune import decide, delete_checkpoint, prune
@@ -200,10 +200,10 @@ class RunWriter:
     def _tell_source(self, cached: CachedStore) -> None:
         if self.resumed_from is not None:
             _log.info(
-                "Of %s %.1f MB were read from copies on this machine, and %.1f MB from %s.",
+                "Of %s %s were read from copies on this machine, and %s from %s.",
                 self.resumed_from,
-                cached.local_bytes / 1e6,
-                cached.remote_bytes / 1e6,
+                size_text(cached.local_bytes),
+                size_text(cached.remote_bytes),
                 self.store.url,
             )
 

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 from ..progress.time import Time
+from ..runs.costs import size_text
 
 __all__ = [
     "Column",
@@ -127,18 +128,6 @@ def plain(value: Any) -> Any:
 def count_text(count: int, noun: str) -> str:
     """Return a number of things: ``1 tensor``, ``2 tensors``."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a size for people: ``1.5 MiB``."""
-    if num_bytes < 1024:
-        return f"{num_bytes} B"
-    size = float(num_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 1000 or unit == "TiB":
-            break
-    return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
 
 
 def age_text(then_s: float, *, now_s: float | None = None) -> str:

@@ -6,11 +6,10 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from ..errors import UsageError
 from ..reporting.config import CheckpointConfig
-from ..stores.url import is_address
+from ..stores.url import folder_of, is_address
 from .policy import FailureConfig
 
 __all__ = ["RunConfig", "ScalingConfig"]
@@ -78,6 +77,9 @@ class RunConfig:
     grace_s: float = 30.0
 
     def __post_init__(self) -> None:
+        for place in (self.storage_path, self.local_path, self.local_cache):
+            if place is not None and not is_address(os.fspath(place)):
+                folder_of(os.fspath(place))  # raises if it is none
         if self.local_path is not None and is_address(os.fspath(self.local_path)):
             raise UsageError(
                 f"{os.fspath(self.local_path)} is not a folder on this machine.",
@@ -107,7 +109,7 @@ class RunConfig:
     def root(self) -> str:
         """Return where runs are kept: an absolute folder, or an address."""
         place = os.fspath(self.storage_path)
-        return place.rstrip("/") if is_address(place) else str(_folder(place))
+        return place.rstrip("/") if is_address(place) else folder_of(place)
 
     @property
     def place(self) -> str:
@@ -119,10 +121,4 @@ class RunConfig:
         """Return the folder on this machine for what the launch itself writes down."""
         place = os.fspath(self.storage_path)
         given = self.local_path or (_LOCAL_PATH if is_address(place) else place)
-        return _folder(given) / self.name
-
-
-def _folder(given: str | os.PathLike[str]) -> Path:
-    text = os.fspath(given)
-    parts = urlsplit(text) if text.lower().startswith("file://") else None
-    return Path(text if parts is None else unquote(parts.path)).absolute()
+        return Path(folder_of(os.fspath(given))) / self.name

@@ -26,12 +26,16 @@ class LaunchResult(Result):
         error: What ended the last attempt; ``None`` if it finished. Without workers, the exception.
         last_commit: Name of the newest acknowledged checkpoint that was noted, or ``None``.
         folder: Folder of the launch: ``attempt-1/rank-0.log`` and so on.
+        unread_error: Why what was reported could not be read, if it could not. Then ``checkpoint``,
+            ``best_checkpoints`` and ``metrics`` are missing here, not in the run:
+            ``Result.from_path(result.path)`` reads them later.
     """
 
     attempts: tuple[AttemptResult, ...] = ()
     error: WorkerFailure | BaseException | None = None
     last_commit: str | None = None
     folder: Path = field(default_factory=Path)
+    unread_error: CheckpointError | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return what is written down of the launch."""
@@ -42,13 +46,14 @@ class LaunchResult(Result):
             "error": asdict(error) if isinstance(error, WorkerFailure) else error,
             "checkpoint": self.last_commit,
             "folder": self.folder,
+            "unread_error": None if self.unread_error is None else str(self.unread_error),
         }
 
 
 def launch_result(run: RunConfig, **facts: Any) -> LaunchResult:
     """Return the result of a launch, with what was reported.
 
-    A run that cannot be read is told of, and hides no other fact.
+    A run that cannot be read hides no other fact: the error is told, and stands in the result.
 
     Args:
         run: Where the run is.
@@ -58,4 +63,4 @@ def launch_result(run: RunConfig, **facts: Any) -> LaunchResult:
         return LaunchResult.from_store(open_store(run.place), config=run.checkpoint_config, **facts)
     except CheckpointError as error:
         say(f"milepost: what was reported cannot be read. {error}")
-        return LaunchResult(path=run.place, **facts)
+        return LaunchResult(path=run.place, unread_error=error, **facts)

@@ -37,7 +37,7 @@ from ..ranks.board import Board, LocalBoard
 from ..ranks.outcome import Outcome
 from ..runs.scan import State, scan
 from ..stores.base import Store
-from ..stores.url import open_store
+from ..stores.url import folder_of, is_address, open_store
 from ..validation.config import ValidationConfig, ValidationTaskConfig
 from .commit import RunFacts
 from .config import CheckpointConfig, CheckpointConsistencyMode, CheckpointUploadMode
@@ -504,7 +504,7 @@ def _absolute(folder: Place | Store) -> Place | Store:
     if isinstance(folder, Store):
         return folder
     text = os.fspath(folder)
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+    return text if is_address(text) else folder_of(text)
 
 
 def _check_options(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["cost_text", "together"]
+__all__ = ["cost_text", "size_text", "together"]
 
 
 def together(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -37,6 +37,18 @@ def together(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             else:
                 found[name] = max(found[name], value)
     return found
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size for people: ``1.5 MiB``."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    size = float(num_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 1000 or unit == "TiB":
+            break
+    return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
 
 
 def cost_text(stats: Mapping[str, Any]) -> str:
@@ -68,7 +80,6 @@ _SECONDS = {
     "commit_s": "committing",
     "durable_s": "safe after",
 }
-_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _ALWAYS = ("blocking_s", "durable_s")
 _WORTH_S = 0.0005
 
@@ -77,20 +88,13 @@ def _written(known: Mapping[str, Any]) -> str:
     if "written_bytes" not in known:
         return ""
     num_bytes, seconds = known["written_bytes"], known.get("write_s")
-    text = f"{_size(num_bytes)} written"
+    text = f"{size_text(num_bytes)} written"
     if seconds:
-        text += f" in {_seconds(seconds)} ({_size(num_bytes / seconds)}/s)"
+        text += f" in {_seconds(seconds)} ({size_text(num_bytes / seconds)}/s)"
     if known.get("linked_bytes"):
-        text += f", {_size(known['linked_bytes'])} shared with the checkpoint before"
+        text += f", {size_text(known['linked_bytes'])} shared with the checkpoint before"
     return text
 
 
 def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
-
-
-def _size(num_bytes: float) -> str:
-    if num_bytes < 1000:
-        return f"{num_bytes:.0f} bytes"
-    unit, divisor = next((u, d) for u, d in _UNITS if num_bytes >= d)
-    return f"{num_bytes / divisor:.3g} {unit}"

@@ -12,7 +12,7 @@ from .local import LocalStore
 from .prefix import PrefixStore
 from .provider import ObjectStoreProvider, ObjectStoreProviderHparams
 
-__all__ = ["AnyPlace", "is_address", "open_store", "settled"]
+__all__ = ["AnyPlace", "folder_of", "is_address", "open_store", "settled"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BUCKETS = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss"})
@@ -22,6 +22,24 @@ def is_address(place: str) -> bool:
     """Return whether a text is the address of a store that is no folder of this machine."""
     scheme = _SCHEME.match(place)
     return scheme is not None and scheme[1].lower() != "file"
+
+
+def folder_of(text: str) -> str:
+    """Return the absolute path of a folder on this machine, named by its path or ``file:///path``.
+
+    Raises:
+        UsageError: It is empty, or a folder of another machine.
+    """
+    if not text:
+        raise UsageError(f"{text!r} is not a place for a run.", hint="Give a folder.")
+    if _SCHEME.match(text):
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise UsageError(
+                f"{text!r} names another machine.", hint="Write file:///folder, with 3 slashes."
+            )
+        text = unquote(parts.path)
+    return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
 
 
 AnyPlace = str | os.PathLike[str] | Store | ObjectStoreProvider | ObjectStoreProviderHparams
@@ -39,7 +57,7 @@ def settled(place: AnyPlace) -> str | Store:
     text = os.fspath(place)
     if not isinstance(text, str):
         raise UsageError(f"{text!r} is not a place for a run.", hint="Give a folder.")
-    return text if is_address(text) else os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+    return text if is_address(text) else folder_of(text)
 
 
 def open_store(place: AnyPlace) -> Store:
@@ -69,12 +87,7 @@ def _open_named(text: str) -> Store:
         return LocalStore(text)
     name = scheme[1].lower()
     if name == "file":
-        parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost") or not parts.path:
-            raise UsageError(
-                f"{text!r} names another machine.", hint="Write file:///folder, with 3 slashes."
-            )
-        return LocalStore(unquote(parts.path))
+        return LocalStore(folder_of(text))
     if name in _BUCKETS:
         if urlsplit(text).password is not None:
             raise UsageError(

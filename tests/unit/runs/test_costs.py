@@ -25,8 +25,8 @@ def test_words_name_what_is_known_and_nothing_else():
     assert cost_text({}) == ""
     assert cost_text({"blocking_s": "soon", "durable_s": None, "odd": 3, "write_s": True}) == ""
     stats = {
-        "written_bytes": 1_530_000_000,
-        "linked_bytes": 12_000,
+        "written_bytes": 3 * 2**29,
+        "linked_bytes": 12 * 1024,
         "write_s": 1.0,
         "blocking_s": 0.09,
         "wait_s": 0.0,
@@ -34,7 +34,7 @@ def test_words_name_what_is_known_and_nothing_else():
         "durable_s": 1.21,
     }
     assert cost_text(stats) == (
-        "1.53 GB written in 1 s (1.53 GB/s), 12 kB shared with the checkpoint before, "
+        "1.5 GiB written in 1 s (1.5 GiB/s), 12.0 KiB shared with the checkpoint before, "
         "training held up for 90 ms, copying 80 ms, safe after 1.21 s"
     )
-    assert cost_text({"written_bytes": 0, "write_s": 0.0}) == "0 bytes written"
+    assert cost_text({"written_bytes": 0, "write_s": 0.0}) == "0 B written"

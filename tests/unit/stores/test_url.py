@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from milepost.errors import UsageError
+from milepost.launch import RunConfig
 from milepost.stores import LocalStore, MemoryStore, PrefixStore, open_store
+from milepost.stores.url import settled
 
 
 @pytest.mark.parametrize("wrap", [str, Path, lambda p: f"file://{p}", lambda p: f"FILE://{p}"])
@@ -65,3 +67,24 @@ def test_a_secret_in_a_place_is_not_repeated():
         open_store("s3://KEY:SECRET@bucket/run")
     assert "SECRET" not in str(caught.value)
     assert "SECRET" not in repr(caught.value.facts)
+
+
+def test_an_address_of_a_folder_stays_that_folder(tmp_path, monkeypatch):
+    """Made absolute as if it were a path, it would name a folder ``file:`` below this one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for place in (f"file://{tmp_path}/a%20b", "~/a b", "a b", Path("a b")):
+        assert settled(place) == f"{tmp_path}/a b"
+        assert RunConfig(storage_path=place).place == f"{tmp_path}/a b/launched"
+        assert RunConfig(local_path=place).folder == tmp_path / "a b/launched"
+
+
+@pytest.mark.parametrize("place", ["file://nas/runs", "FILE://nas", "file://", ""])
+def test_a_folder_of_another_machine_is_nowhere_a_folder_of_this_one(place):
+    """Without the name of the machine it would be another folder, and nobody would look there."""
+    for use in (settled, open_store, lambda one: RunConfig(storage_path=one)):
+        with pytest.raises(UsageError):
+            use(place)
+    if place:
+        with pytest.raises(UsageError, match="names another machine"):
+            RunConfig(local_path=place)
