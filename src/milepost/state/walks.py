@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import methodcaller
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -86,6 +87,9 @@ class Walk:
         return self._frozen
 
 
+_keys_of = methodcaller("keys")
+
+
 def _facts(modules: Sequence[nn.Module]) -> list[Any]:
     """Return what a walk depends on."""
     facts: list[Any] = [list(map(type, modules))]
@@ -96,7 +100,7 @@ def _facts(modules: Sequence[nn.Module]) -> list[Any]:
     ):
         facts.append(list(map(len, tables)))
         # By keys(): a scripted module has tables of its own kind, which are no dicts.
-        facts.append(list(chain.from_iterable(table.keys() for table in tables)))
+        facts.append(list(chain.from_iterable(map(_keys_of, tables))))
         # By number: what an object was replaced by may be equal to it, or compare as tensors do.
         facts.append([id(one) for table in tables for one in table.values()])
     return facts

@@ -175,7 +175,7 @@ def test_some_columns_of_a_large_matrix_take_little_memory(new_lab, tmp_path):
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     before = status("VmRSS:")
     source.read_boxes([("model", key, box, live) for key, live in into.items()])
-    assert status("VmHWM:") - before < 64  # their spans have 114 MiB
+    assert status("VmHWM:") - before < 80  # it takes about 60; their spans have 114 MiB
     for key, live in into.items():
         assert torch.equal(live, wholes[key][:, 1000:2024])
 
