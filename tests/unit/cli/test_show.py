@@ -49,7 +49,7 @@ def test_show_what_the_save_has_cost(milepost, make_run):
     maker.save("ep1", stats=stats)
     assert milepost.json("show", maker.folder)["stats"] == stats
     text = milepost("show", maker.folder).stdout
-    assert "24 kB written in 12 ms (2 MB/s), training held up for 1.5 ms" in text
+    assert "23.4 KiB written in 12 ms (1.9 MiB/s), training held up for 1.5 ms" in text
 
 
 def test_show_tensors_from_headers(milepost, run):
