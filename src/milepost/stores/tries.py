@@ -25,6 +25,10 @@ _LONGEST_PAUSE_S = 15.0
 _FIRST_CONTACT_RETRIES = 6
 """A place that has never answered is more likely mistyped than unwell: about six seconds."""
 
+_HARMED_TRIES = 4
+"""Some gateways replace an object and its attributes one after the other: who reads in between
+finds a checksum that is not that of the bytes, for a moment."""
+
 
 @final
 class Tries:
@@ -68,22 +72,23 @@ class Tries:
             may_repeat: Whether it can be sent again after an error.
 
         Raises:
-            DamagedError: What came was wrong twice.
+            DamagedError: What came was wrong four times.
             CheckpointError: What ``explain`` has made of the last try.
         """
         pace = self._pace
         deadline_s = pace.clock() + self._timeout_s
         limit = self._max_retries if max_retries is None else max_retries
-        number, was_harmed = 0, False
+        number, num_harmed = 0, 0
         while True:
             pace.wait(deadline_s)
             number += 1
             try:
                 result = request()
             except DamagedError:
-                if was_harmed:
+                num_harmed += 1
+                if num_harmed == _HARMED_TRIES:
                     raise
-                was_harmed = True
+                pace.sleep(varied(_FIRST_PAUSE_S * 2**num_harmed))
                 continue
             except CheckpointError:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -17,17 +18,23 @@ from milepost.state.tracked import Tracked
 
 @contextmanager
 def counting():
-    """Count calls of Python functions, and calls from Python to others, in this thread."""
+    """Count calls of Python functions, and calls from Python to others, in this thread.
+
+    The collector is off meanwhile: finalizers of what earlier tests have left are not counted.
+    """
     calls = Counter()
 
     def note(frame, event, arg):
         calls[event] += 1
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(note)
     try:
         yield calls
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def new_tracked(num_layers):

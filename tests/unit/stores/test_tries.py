@@ -133,8 +133,8 @@ def test_a_place_that_never_answered_is_given_up_sooner(pace, time):
     assert len(calls) > 7
 
 
-def test_harmed_bytes_are_asked_for_once_more(pace):
-    """A flip on the way is not a flip in the bucket; what comes wrong twice is."""
+def test_harmed_bytes_are_asked_for_again(pace):
+    """A flip on the way is not a flip in the bucket; what comes wrong time after time is."""
     calls = []
 
     def once_harmed() -> str:
@@ -151,7 +151,7 @@ def test_harmed_bytes_are_asked_for_once_more(pace):
     calls.clear()
     with pytest.raises(DamagedError):
         tries(pace).run(always_harmed, explain)
-    assert len(calls) == 2
+    assert len(calls) == 4
 
 
 def test_the_text_of_the_client_stays_behind(pace):
