@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import milepost as mp
+from milepost.fetching import Fetching
 from milepost.resumption import Resumption
 from milepost.state.batch_in_hand import BatchInHand
 from milepost.state.report import LoadReport
@@ -183,7 +184,8 @@ def test_a_rank_that_a_source_does_not_know_draws_its_own_numbers(num_stored, is
         states.append(capture_rng())
     tracked = Tracked()
     team = SimpleNamespace(rank=1, world_size=2)
-    resumption = Resumption(tracked, SimpleNamespace(team=team), BatchInHand(), strict=True)
+    writer = SimpleNamespace(team=team)
+    resumption = Resumption(tracked, writer, BatchInHand(), strict=True, fetching=Fetching())
     torch.manual_seed(77)
     resumption.restore(MemorySource("a file", {"rng": states}), items=None, strict=None)
     found = torch.rand(1).item()
@@ -197,7 +199,9 @@ def test_a_rank_that_a_source_does_not_know_draws_its_own_numbers(num_stored, is
 def test_accumulated_gradients_of_other_ranks_are_told(num_ranks):
     """Those of a rank that is gone are lost, and nobody can see whether they mattered."""
     team = SimpleNamespace(rank=0, world_size=2)
-    resumption = Resumption(Tracked(), SimpleNamespace(team=team), BatchInHand(), strict=True)
+    resumption = Resumption(
+        Tracked(), SimpleNamespace(team=team), BatchInHand(), strict=True, fetching=Fetching()
+    )
     stored = {"rng": [capture_rng()], "gradients": {"0.weight": torch.ones(1)}}
     resumption.restore(MemorySource("a file", stored), items=None, strict=None)
     report = LoadReport("a file")

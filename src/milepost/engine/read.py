@@ -291,10 +291,12 @@ class CheckpointSource:
         return table
 
     def _table_of_parts(self, item: str) -> PartTable:
-        files = self.files(item)
-        if len(set(files)) < len(files):
-            raise FormatError(f"{self.name}: {item} has a part twice.")
-        headers = {file: self._header(file) for file in files}
+        headers: dict[str, dict[str, StoredTensor]] = {}
+        for file in self.files(item):
+            header = self._header(file)
+            if file in headers:
+                raise FormatError(f"{self.name}: {item} has a part twice.")
+            headers[file] = header
         return PartTable(headers, name=f"{self.name}: {item}")
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
