@@ -155,8 +155,15 @@ def measure_planning(measure: Measure) -> None:
 
 
 def measure_training(measure: Measure) -> None:
-    """Measure what saves cost a real loop."""
-    figures, size = measure("training", training.cost_of_saves)
+    """Measure what saves cost a real loop, on all cores and on all but one."""
+    for num_idle_cores in (0, 1):
+        _measure_training(measure, num_idle_cores)
+
+
+def _measure_training(measure: Measure, num_idle_cores: int) -> None:
+    where = "a core is idle" if num_idle_cores else "all cores busy"
+    claim = partial(training.cost_of_saves, num_idle_cores=num_idle_cores)
+    figures, size = measure(f"training, {where}", claim)
     median, copy = figures.median, figures.median("copy")
     names = [*training.OURS, *peers.IN_BACKGROUND]
     rows = []
@@ -169,26 +176,30 @@ def measure_training(measure: Measure) -> None:
                 f"{found[0]:.3f}",
                 f"{low:.3f}-{high:.3f}",
                 f"{found[0] / copy:.2f}",
-                *(f"{one:.3f}" for one in found[1:4]),
-                *(f"{one:.2f}" for one in found[4:]),
+                *(f"{one:.3f}" for one in found[1:5]),
+                *(f"{one:.2f}" for one in found[5:]),
             ]
         )
     step = median("step")
     table(
-        f"A save in a loop of {step:.2f} s a step, {size / 1e9:.2f} GB, a warm copy {copy:.3f} s",
+        f"A save in a loop of {step:.2f} s a step, {where}, {size / 1e9:.2f} GB, a warm copy "
+        f"{copy:.3f} s",
         _COLUMNS_OF_COSTS,
         rows,
     )
     others = {name: median(f"{name} added") / copy for name in names[1:]}
-    measure.at_most("added to a loop / warm copy", median("milepost added") / copy, 0.3, **others)
-    measure.at_most("step that overlaps the copy / step", median("milepost first step"), 1.05)
+    ours = median("milepost added") / copy
+    measure.at_most(f"added to a loop / warm copy, {where}", ours, 0.3, **others)
+    first = median("milepost first step")
+    measure.at_most(f"step that overlaps the copy / step, {where}", first, 1.05)
     ratio = median("milepost durable") / median("milepost alone")
     others = {
         name: median(f"{name} durable") / median(f"{name} alone") for name in peers.IN_BACKGROUND
     }
-    measure.at_most("durable while training / alone", ratio, 1.10, **others)
+    measure.at_most(f"durable while training / alone, {where}", ratio, 1.10, **others)
     others = {name: 1 / median(f"{name} steps") for name in peers.IN_BACKGROUND}
-    measure.at_least("training speed meanwhile", 1 / median("milepost steps"), 0.97, **others)
+    ours = 1 / median("milepost steps")
+    measure.at_least(f"training speed meanwhile, {where}", ours, 0.97, **others)
 
 
 _COLUMNS_OF_COSTS = (
@@ -196,13 +207,14 @@ _COLUMNS_OF_COSTS = (
     "added s",
     "spread s",
     "/ copy",
+    "added cpu s",
     "blocks s",
     "durable s",
     "alone s",
     "first step",
     "steps meanwhile",
 )
-_COSTS = ("added", "blocking", "durable", "alone", "first step", "steps")
+_COSTS = ("added", "added cpu", "blocking", "durable", "alone", "first step", "steps")
 
 
 def measure_processes(measure: Measure) -> None:

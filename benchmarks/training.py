@@ -4,6 +4,11 @@ The one honest figure is the time a loop takes longer: it holds the copy, waitin
 optimizer changes what is being copied, steps that are slower because something writes, and whatever
 holds the interpreter. A block without a save comes right before each block with one, and both have
 the same number of steps, enough for everything to be durable before the block ends.
+
+Whatever is done for a save in the background takes processor time. A loop that computes on all
+cores pays for it in full; one that leaves a core idle, as most do that compute on an accelerator,
+only for what it waits for. So both are measured, and beside the seconds those of the processor,
+which tell the two apart and vary less from block to block.
 """
 
 from __future__ import annotations
@@ -25,10 +30,13 @@ from milepost import Checkpointer
 
 __all__ = ["OURS", "cost_of_saves"]
 
-NUM_LAYERS, WIDTH, NUM_SAMPLES = 7, 2048, 256
-"""29 million weights and two moments of each: 0.35 GB; a step takes many times their copy."""
+NUM_LAYERS, WIDTH, NUM_SAMPLES = 10, 2048, 256
+"""42 million weights and two moments of each: 0.5 GB; a step takes many times their copy."""
 
-NUM_STEPS = 10
+NUM_STEPS = 4
+OUR_PAIRS = 3
+"""Pairs of blocks in a round of ours: what is to be seen is less than the blocks differ by."""
+
 OURS: Mapping[str, Mapping[str, Any]] = {
     "milepost": {"staging": "overlap"},
     "milepost, eager": {"staging": "eager"},
@@ -41,17 +49,18 @@ class Loop:
 
     Args:
         width: Of its layers.
+        num_samples: Of a batch.
     """
 
-    def __init__(self, *, width: int = WIDTH) -> None:
+    def __init__(self, *, width: int = WIDTH, num_samples: int = NUM_SAMPLES) -> None:
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for _ in range(NUM_LAYERS):
             layers += [nn.Linear(width, width), nn.ReLU()]
         self.model = nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.inputs = torch.randn(NUM_SAMPLES, width)
-        self.targets = torch.randn(NUM_SAMPLES, width)
+        self.inputs = torch.randn(num_samples, width)
+        self.targets = torch.randn(num_samples, width)
 
     def step(self, change: AbstractContextManager[Any]) -> float:
         """Train one batch, changing the weights within ``change``; return the seconds."""
@@ -113,16 +122,32 @@ def _savers(folder: Path, loop: Loop) -> Iterator[dict[str, peers.InBackground]]
             saver.close()
 
 
-def cost_of_saves(folder: Path, *, rounds: int) -> tuple[Figures, int]:
+def cost_of_saves(folder: Path, *, rounds: int, num_idle_cores: int = 0) -> tuple[Figures, int]:
     """Measure every way to save while training.
 
+    Args:
+        folder: Where to.
+        rounds: How often everything takes its turn.
+        num_idle_cores: How many cores the training leaves idle.
+
     Returns:
-        For each variant the seconds a block takes longer (``added``), that ``save`` itself takes
-        (``blocking``), until all was durable while training went on (``durable``) and without
-        training (``alone``), and how much slower steps were: the first (``first step``), and those
-        during which it was written (``steps``), as ratios to steps without a save.
+        For each variant the seconds a block takes longer (``added``), those of the processor in
+        this process (``added cpu``), that ``save`` itself takes (``blocking``), until all was
+        durable while training went on (``durable``) and without training (``alone``), and how much
+        slower steps were: the first (``first step``), and those during which it was written
+        (``steps``), as ratios to steps without a save.
     """
-    loop = Loop()
+    num_threads = torch.get_num_threads()
+    num_busy = max(1, num_threads - num_idle_cores)
+    torch.set_num_threads(num_busy)
+    try:
+        loop = Loop(num_samples=NUM_SAMPLES * num_busy // num_threads)
+        return _cost_of_saves(folder, loop, rounds=rounds)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _cost_of_saves(folder: Path, loop: Loop, *, rounds: int) -> tuple[Figures, int]:
     for _ in range(3):
         loop.step(nullcontext())
     tensors = list(loop.state.values())
@@ -132,18 +157,24 @@ def cost_of_saves(folder: Path, *, rounds: int) -> tuple[Figures, int]:
     with _savers(folder, loop) as savers:
         for index in range(rounds + 1):
             row = {"copy": limits.copy_seconds(tensors, pool)}
+            found = Figures()
             for name, saver in savers.items():
-                found = _block_pair(loop, saver, folder)
-                found["alone"] = _until_durable(saver, loop, folder, lambda: None)[1]
+                for _ in range(OUR_PAIRS if name in OURS else 1):
+                    for what, value in _block_pair(loop, saver, folder).items():
+                        found.add(f"{name} {what}", value)
+                found.add(f"{name} alone", _until_durable(saver, loop, folder, lambda: None)[1])
                 peers.clear(folder)
-                row.update({f"{name} {what}": value for what, value in found.items()})
             row["step"] = loop.step(nullcontext())
             if index:  # the first round warms every variant
                 figures.add_round(row)
+                for name, values in found.rounds.items():
+                    for value in values:
+                        figures.add(name, value)
     return figures, size
 
 
 def _block_pair(loop: Loop, saver: peers.InBackground, folder: Path) -> dict[str, float]:
+    cpu_before = time.process_time()
     plain = [loop.step(nullcontext()) for _ in range(NUM_STEPS)]
     usual = sorted(plain)[NUM_STEPS // 2]
     steps: list[tuple[float, float]] = []
@@ -153,12 +184,14 @@ def _block_pair(loop: Loop, saver: peers.InBackground, folder: Path) -> dict[str
             began = time.perf_counter()
             steps.append((began, loop.step(saver.step())))
 
-    start = time.perf_counter()
+    start, cpu_between = time.perf_counter(), time.process_time()
     blocking, durable, ended = _until_durable(saver, loop, folder, train)
+    cpu_after = time.process_time()
     peers.clear(folder)
     meanwhile = [seconds for began, seconds in steps if began < start + durable]
     return {
         "added": ended - start - sum(plain),
+        "added cpu": cpu_after - cpu_between - (cpu_between - cpu_before),
         "blocking": blocking,
         "durable": durable,
         "first step": steps[0][1] / usual,
