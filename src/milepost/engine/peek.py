@@ -3,7 +3,11 @@
 torch may move a storage to other memory and give back the old one while somebody copies it: a
 tensor that is handed to another process moves into shared memory. To touch memory that was given
 back would end the process. So the kernel is asked to copy, which says that there is none instead.
-It takes about twice as long as the copy of the system.
+
+It is asked to write into this process rather than to read from it. Then the pages that it looks up
+one by one are those of the destination, which are few and large in the arena, and the source is
+read as the argument of any system call is: that takes half as long, and no longer than a copy by
+the C library.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ def peek(address: int, into: Bytes) -> bool:
 
     Args:
         address: Where it is.
-        into: Where it goes, without gaps; as many bytes are copied.
+        into: Where it goes, without gaps; as many bytes are copied. Must stay mapped.
 
     Raises:
         OSError: The system does not do that; see :func:`can_peek`.
@@ -67,21 +71,21 @@ def can_peek() -> bool:
 
 def _ask(call: Any, source: int, target: int, num_bytes: int) -> int:
     """Have the kernel copy; return how many bytes it did, 0 where there are none."""
-    to, of = _Span(target, num_bytes), _Span(source, num_bytes)
-    done = int(call(os.getpid(), ctypes.byref(to), 1, ctypes.byref(of), 1, 0))
+    of, to = _Span(source, num_bytes), _Span(target, num_bytes)
+    done = int(call(os.getpid(), ctypes.byref(of), 1, ctypes.byref(to), 1, 0))
     if done >= 0:
         return done
     code = ctypes.get_errno()
     if code == errno.EFAULT:
         return 0
-    raise OSError(code, f"process_vm_readv: {os.strerror(code)}")
+    raise OSError(code, f"process_vm_writev: {os.strerror(code)}")
 
 
 @functools.cache
 def _kernel_copy() -> Any:
-    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_writev", None)
     if call is None:
-        raise OSError(errno.ENOSYS, "The system has no process_vm_readv.")
+        raise OSError(errno.ENOSYS, "The system has no process_vm_writev.")
     spans = ctypes.POINTER(_Span)
     call.argtypes = [ctypes.c_int, spans, ctypes.c_ulong, spans, ctypes.c_ulong, ctypes.c_ulong]
     call.restype = ctypes.c_ssize_t
