@@ -19,12 +19,19 @@ def page_memory(num_bytes: int) -> mmap.mmap:
     A forked child (the worker of a loader) does not get it: direct I/O into pages that a fork
     shares may end in the wrong copy, and the parent would have to copy every page once more.
 
+    What is large comes in huge pages where the system grants them. A request to a disk names its
+    memory piece by piece, and a device takes only so many pieces at a time: of small pages a block
+    needs 2,048 and is taken apart into several requests. A virtual disk was seen to read 2.5 times
+    as fast into huge ones.
+
     Args:
         num_bytes: How much; at least one byte is mapped.
     """
     size = max(num_bytes, 1)
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise(mapping, getattr(mmap, "MADV_DONTFORK", None))
+    if size >= HUGE_PAGE_BYTES:
+        advise(mapping, getattr(mmap, "MADV_HUGEPAGE", None))
     return mapping
 
 
