@@ -220,10 +220,13 @@ _COSTS = ("added", "added cpu", "blocking", "durable", "alone", "first step", "s
 def measure_processes(measure: Measure) -> None:
     """Measure first saves, memory, pauses, and saves of what is mostly frozen."""
     figures, size = measure("first save", processes.first_save)
-    rows = ratios(figures, "later", ["first"], is_rate=False)
+    rows = ratios(figures, "later", ["first", "fifth", "fresh memory"], is_rate=False)
     table(f"First save of a process, {size / 1e9:.2f} GB, times later ones", COLUMNS, rows)
-    ratio = figures.median("first") / figures.median("later")
-    measure.at_most("first save blocks / later ones", ratio, 2)
+    later, fresh = figures.median("later"), figures.median("fresh memory")
+    print(f"A batch takes 1 s, and to get that much memory {fresh:.2f} s on this machine.")
+    for batch in ("first", "fifth"):
+        claim = f"first save of a process, in the {batch} batch, blocks / later ones"
+        measure.at_most(claim, figures.median(batch) / later, 2)
     figures, _ = measure("memory", processes.memory)
     measure.at_most("extra memory / state", figures.median("extra"), 1.05)
     figures, _ = measure("gap", processes.longest_gap)

@@ -295,6 +295,8 @@ class Checkpointer:
         if self._saves.pacing is not None:
             self.pace(self._saves.pacing)
         self._start_intervals()
+        if self._schedule.intervals:
+            self.prepare()
         return self
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -460,6 +462,7 @@ class Checkpointer:
         own = self._loaders[id(loader)]
         self._saves.iterated, self._is_rolled_back = own, False
         own.set_epoch(self.timer.epoch)
+        self.prepare()
         try:
             for batch in own.iterate(self.take_rng()):
                 self._hand.take(own, own.of_all_ranks(num_samples(batch)))
@@ -506,7 +509,7 @@ class Checkpointer:
             name = name if due is None else due.name
             if name is not None:
                 self.save(name, reason="interval", is_natural=True, is_step_next=is_step_next)
-        if self._schedule.intervals:
+        if self._schedule.intervals or is_step_next:
             self.prepare()
         self.stop_if_asked()
 
@@ -626,10 +629,11 @@ class Checkpointer:
         return self._saves.save_diagnostic(folder, name, extra=extra, wait=wait)
 
     def prepare(self) -> None:
-        """Have memory for the first save got in the background, once a batch was trained.
+        """Have memory for the first save got in the background, as much as the state will take.
 
-        :meth:`batches` and :meth:`step` call it where saves are due by an interval. Does nothing
-        where a save was made already, or of several ranks.
+        :meth:`batches` calls it, and :meth:`open` where saves are due by an interval. A second call
+        after a batch corrects the estimate, for then the optimizers have what they keep. Later
+        ones, and any after a save, do nothing.
         """
         self._require_open()
         self._saves.prepare()

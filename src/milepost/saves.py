@@ -41,6 +41,9 @@ _LAST = ("exception", "signal")
 """Reasons for which a save must not fail because something wrote where nothing should: no other
 follows. It is copied at once."""
 
+_FOR_GOOD = -1
+"""The number of no batch: memory was prepared when the optimizers had what they keep."""
+
 _OWN_STEPS = (
     "Batches are counted with step(), and no loader is iterated with run.batches(): where a "
     "tracked loader is in its epoch is not known, and a resume begins the epoch of the data anew."
@@ -101,7 +104,7 @@ class Saves:
         self.pacing: Pacing | None = None
         self._steps_note = ""
         self._is_told_of_change = False
-        self._is_prepared = False
+        self._prepared_at: int | None = None
 
     def note_own_steps(self) -> None:
         """Note that a loop counts batches that it takes from somewhere itself."""
@@ -271,11 +274,16 @@ class Saves:
         return self.last
 
     def prepare(self) -> None:
-        """Have memory got for the state ahead of the first save, once its size is known."""
-        if not self._is_prepared:
-            self._is_prepared = True
-            if self.last is None:
-                self._writer.prepare(self._tracked.estimate_bytes())
+        """Have memory got for the state ahead of the first save.
+
+        The first call goes by what optimizers will keep as far as one can tell; one at a later
+        batch looks once more, when they keep it.
+        """
+        if self.last is not None or self._prepared_at == _FOR_GOOD:
+            return
+        if self._prepared_at != self._timer.batch:
+            self._writer.prepare(self._tracked.sizes())
+            self._prepared_at = self._timer.batch if self._prepared_at is None else _FOR_GOOD
 
     def wait_until_copied(self, timeout_s: float | None = None) -> None:
         """Wait until the state may be changed by anything; how the copy went is told elsewhere."""

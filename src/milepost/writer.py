@@ -39,6 +39,7 @@ from .runs.publish import point_latest
 from .runs.scan import State, read_manifest, scan
 from .runs.sessions import Session
 from .state.owned import Late
+from .state.sizes import Sizes
 from .stores.base import Store
 from .stores.prefix import PrefixStore
 from .stores.url import open_store
@@ -210,10 +211,10 @@ class RunWriter:
     def _leave(self) -> None:
         self.team.leave(timeout_s=min(_LEAVE_TIMEOUT_S, self.options.rank_timeout_s))
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, sizes: Sizes) -> None:
         """Have memory got ahead of the first save; see ``Saver.prepare``."""
         if self._saver is not None:
-            self._saver.prepare(num_bytes)
+            self._saver.prepare(sizes)
 
     def may_copy_late(self, *, is_step_next: bool, is_waited_for: bool) -> bool:
         """Return whether what optimizers own may be copied after a save has begun to be written.

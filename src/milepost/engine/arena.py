@@ -4,29 +4,25 @@ One page-aligned anonymous mapping on huge pages where the system grants them. I
 needs more and is otherwise used again and again, because first touch of fresh memory costs several
 times the copy that follows. It is private memory: nothing of it is left behind by a killed process.
 
-The first touch can be had ahead of the first save, by a thread that asks the kernel for the pages a
-few at a time. That writes nothing, so that a save need not wait for it.
+The first touch can be had ahead of the first save, by a thread of its own: see ``populating.py``.
+Then more is mapped than is likely to be needed, which costs nothing before it is touched, so that
+an estimate that turns out too small throws nothing away.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import threading
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..stores.pages import advise, page_memory
+from ..stores.pages import HUGE_PAGE_BYTES, advise, page_memory
+from .populating import Populating
 
 __all__ = ["Arena"]
 
-_HUGE_PAGE_BYTES = 2 * 1024 * 1024
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
-_PIECE_BYTES = 32 * 1024 * 1024
-"""What is asked of the kernel at a time: it holds the lock of the process's memory meanwhile."""
 _SPARE = 8
 """One part in so many is mapped beyond an estimate, and not touched: the state may be larger."""
 
@@ -42,8 +38,9 @@ class Arena:
         self._map: mmap.mmap | None = None
         self._bytes: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._array = self._bytes.numpy()
-        self._stop = threading.Event()
-        self._preparing: threading.Thread | None = None
+        self._populating: Populating | None = None
+        self._prepared_bytes = 0
+        self._is_used = False
         self.generation = 0
         """Grows whenever the memory was replaced, so that what it held is gone."""
 
@@ -54,54 +51,76 @@ class Arena:
 
     def reserve(self, num_bytes: int) -> bool:
         """Make sure that ``num_bytes`` are there; return whether the memory was replaced."""
-        if num_bytes <= self.capacity_bytes:
-            return False
-        advise(self._new_map(num_bytes), _MADV_POPULATE_WRITE)
-        return True
+        is_first, self._is_used = not self._is_used, True
+        if num_bytes > self.capacity_bytes:
+            self._new_map(num_bytes)
+            self._populate(0, num_bytes)
+            return True
+        if is_first:
+            self._settle_on(num_bytes)
+        return False
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, *, most_bytes: int = 0) -> None:
         """Have a thread get about as much memory, ahead of the first save.
 
-        Does nothing where there is memory already.
+        A later call corrects the estimate: what is missing is got too, and what is not needed given
+        back. Does nothing once a state was copied.
 
         Args:
             num_bytes: An estimate of what will be needed.
+            most_bytes: What the state may come to, if the estimate turns out too small.
         """
-        if self._map is not None or num_bytes < _HUGE_PAGE_BYTES:
+        if self._is_used or num_bytes < HUGE_PAGE_BYTES:
             return
-        memory = self._new_map(num_bytes + num_bytes // _SPARE + _HUGE_PAGE_BYTES)
-        self._stop.clear()
-        self._preparing = threading.Thread(
-            target=_populate,
-            args=(memory, self._bytes.data_ptr(), num_bytes, self._stop),
-            name="milepost-arena",
-            daemon=True,  # an end of the process need not wait for it
-        )
-        self._preparing.start()
+        if num_bytes > self.capacity_bytes:
+            modest_bytes = num_bytes + num_bytes // _SPARE + HUGE_PAGE_BYTES
+            try:
+                self._new_map(max(modest_bytes, most_bytes))
+            except OSError:  # where address space is counted, too much is refused
+                self._new_map(modest_bytes)
+        self._settle_on(num_bytes)
 
     def join(self, timeout_s: float) -> bool:
         """Wait until what was prepared is there; return whether it is."""
-        if self._preparing is not None:
-            self._preparing.join(timeout_s)
-            return not self._preparing.is_alive()
-        return True
+        return self._populating is None or self._populating.join(timeout_s)
 
     def stop(self) -> None:
         """Get no more memory ahead."""
-        self._stop.set()
+        if self._populating is not None:
+            self._populating.stop()
 
-    def _new_map(self, num_bytes: int) -> mmap.mmap:
+    def _settle_on(self, num_bytes: int) -> None:
+        """Have as much memory as is needed: no less, and hardly more."""
+        assert self._map is not None
+        num_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        if num_bytes > self._prepared_bytes:
+            self._populate(self._prepared_bytes, num_bytes)
+        elif num_bytes < self._prepared_bytes:
+            is_under_way = not self.join(0)
+            self.stop()
+            self._map.madvise(mmap.MADV_DONTNEED, num_bytes, self._prepared_bytes - num_bytes)
+            self._prepared_bytes = num_bytes
+            if is_under_way:
+                self._populate(0, num_bytes)
+
+    def _populate(self, start: int, stop: int) -> None:
+        assert self._populating is not None
+        self._populating.ask(start, stop)
+        self._prepared_bytes = stop
+
+    def _new_map(self, num_bytes: int) -> None:
         # Let go of the old memory first: a growing state must not need both at once.
         self.stop()
         self._bytes, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
-        self._array = self._bytes.numpy()
-        size = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        self._array, self._populating = self._bytes.numpy(), None
+        self._prepared_bytes = 0
+        size = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self._map = page_memory(size)
         advise(self._map, getattr(mmap, "MADV_HUGEPAGE", None))
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._array = self._bytes.numpy()
+        self._populating = Populating(self._map, self._bytes.data_ptr())
         self.generation += 1
-        return self._map
 
     def tensor(self, start: int, stop: int) -> Tensor:
         """Return a range of the memory as bytes: [stop - start], uint8."""
@@ -115,14 +134,3 @@ class Arena:
         """Return a range of the memory for reading and writing."""
         assert self._map is not None
         return memoryview(self._map)[start:stop]
-
-
-def _populate(memory: mmap.mmap, address: int, num_bytes: int, stop: threading.Event) -> None:
-    """Ask for the pages of memory, which stays mapped meanwhile, piece by piece."""
-    # By the C library: the call of Python holds the interpreter lock for all of its time.
-    call = ctypes.CDLL(None, use_errno=True).madvise
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for start in range(0, min(num_bytes, len(memory)), _PIECE_BYTES):
-        length = min(_PIECE_BYTES, len(memory) - start)
-        if stop.is_set() or call(address + start, length, _MADV_POPULATE_WRITE):
-            return  # an older kernel: the first copy touches them, as it would have anyway

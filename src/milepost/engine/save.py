@@ -34,6 +34,7 @@ from ..ranks.solo import Deadlines, RankCheck, Team
 from ..runs.sessions import Session
 from ..staging import CopyCheck
 from ..state.owned import Late
+from ..state.sizes import Sizes, share_of
 from ..stores.base import Store
 from ..tensors.pack import PackedItem
 from .arena import Arena
@@ -217,14 +218,18 @@ class Saver(Generic[T]):
             self._copy.settle()
             self._copy = None
 
-    def prepare(self, num_bytes: int) -> None:
-        """Have memory got ahead of the first save, in the background.
+    def prepare(self, sizes: Sizes) -> None:
+        """Have memory got ahead of the first save, in the background; see ``Arena.prepare``.
 
         Args:
-            num_bytes: An estimate of the state's size.
+            sizes: About how large the state is.
         """
-        if self._team is None:  # of several, each writes a share that only a plan knows
-            self._stager.prepare(num_bytes)
+        if os.getpid() != self._pid:
+            return  # a forked child has no arena, and may not save
+        rank, ranks = (0, 1) if self._team is None else (self._team.rank, self._team.world_size)
+        is_joined = self._layout == "torch" or self._sharding == "consolidated"
+        share = share_of(sizes, rank=rank, world_size=ranks, to_leader=is_joined)
+        self._stager.arena.prepare(share.likely_bytes, most_bytes=share.most_bytes)
 
     def close(self) -> None:
         """Wait for what is being copied; a save that is being written goes on."""

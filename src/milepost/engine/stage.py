@@ -97,10 +97,6 @@ class Stager:
         _synchronize(items)
         return staged, Copy(late, end_bytes=plan.arena_bytes)
 
-    def prepare(self, num_bytes: int) -> None:
-        """Have memory got for a state of about this size, unless there is some."""
-        self.arena.prepare(num_bytes)
-
     def forget(self) -> None:
         """Treat every frozen part as changed at the next staging."""
         self._held.clear()

@@ -10,16 +10,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 from torch.optim import Optimizer
 
 from ..collecting import no_collecting
 from ..errors import DuplicateNameError, UsageError
 from ..progress.timer import Timer
 from ..ranks.team import Team
-from ..tensors.boxes import local_tensor
 from ..tensors.pack import Home, PackedItem, pack_item
 from ..tensors.packing import Packing
 from .holders import Holders, join_places
@@ -32,6 +29,7 @@ from .owned import Owned, owned_by
 from .parts import Part
 from .report import LoadReport, restoring
 from .setup import apply_setup, capture_setup, members_of, setup_problems
+from .sizes import Sizes, sum_sizes
 from .source import StateSource, load_item, subtree
 from .stage_part import StagePart
 from .stages import Model, Stage, modules_of
@@ -176,22 +174,10 @@ class Tracked:
             found.extend((name, m, p) for m, p in members.items() if isinstance(p, OptimizerPart))
         return found
 
-    def estimate_bytes(self) -> int:
-        """Return about how large the state is: models, and what optimizers keep."""
-        tensors: list[Tensor] = []
-        for model in self.models().values():
-            tensors += [*model.parameters(), *model.buffers()]
-        for _, _, part in self.optimizers():
-            for kept in part.optimizer.state.values():
-                if isinstance(kept, Mapping):
-                    tensors += [value for value in kept.values() if isinstance(value, Tensor)]
-        return sum(
-            local_tensor(tensor).nbytes
-            for tensor in tensors
-            if tensor.device.type != "meta"
-            and tensor.layout is torch.strided
-            and not is_lazy(tensor)
-        )
+    def sizes(self) -> Sizes:
+        """Return about how large the state is, by the ranks that hold it; see ``sum_sizes``."""
+        optimizers = [part.optimizer for _, _, part in self.optimizers()]
+        return sum_sizes(_models(self._objects).values(), optimizers)
 
     def owned(self, *, with_embeddings: bool) -> Owned:
         """Return what the tracked optimizers own at this moment; see ``owned_by``."""

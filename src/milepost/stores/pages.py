@@ -7,7 +7,7 @@ import mmap
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["advise", "ask_for_huge_pages", "page_memory"]
+__all__ = ["HUGE_PAGE_BYTES", "advise", "ask_for_huge_pages", "page_memory"]
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_HUGEPAGE = 14

@@ -138,6 +138,8 @@ class Saving:
         self._started_at = self._point
         self._saved_at = None
         self._clean, self._is_in_batch, self._is_marked_here = None, False, False
+        if self.checkpointer is not None:
+            self.checkpointer.prepare()
 
     def mark(self) -> None:
         """Note that this is a clean point."""
@@ -185,7 +187,7 @@ class Saving:
         if self.checkpointer is None:
             return
         if not is_finished:
-            self.checkpointer.prepare()  # the optimizers have by now what they keep
+            self.checkpointer.prepare()  # the optimizers have what they keep by now
         if is_last_of_epoch and (is_finished or self._is_epoch_due()):
             return
         due = self._ask("batch", Event.BATCH_CHECKPOINT)

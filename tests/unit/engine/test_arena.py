@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import resource
-import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import milepost as mp
 from milepost.engine.arena import Arena
+from milepost.engine.populating import Populating
+from milepost.stores.pages import page_memory
 
 MIB = 1024 * 1024
 
@@ -21,6 +27,18 @@ def faults_of_writing(arena: Arena, num_bytes: int) -> int:
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     array[:] = 1
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def resident_bytes(arena: Arena) -> int:
+    """Return how much of its memory the kernel has got, by what it says of this process."""
+    begin = arena.tensor(0, 1).data_ptr()
+    is_ours, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            is_ours = begin <= int(span[1], 16) < begin + arena.capacity_bytes
+        elif is_ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
 
 
 def test_what_was_prepared_is_there_before_the_first_copy():
@@ -49,8 +67,58 @@ def test_preparing_changes_nothing_that_was_copied_already():
     assert bool((array == 7).all())
 
 
+def test_a_larger_estimate_throws_nothing_away():
+    """Getting memory takes time, and there may be little of it before the first save."""
+    arena = Arena()
+    arena.prepare(32 * MIB, most_bytes=128 * MIB)
+    assert arena.join(60)
+    generation = arena.generation
+    there = resident_bytes(arena)
+    assert 32 * MIB <= there <= 40 * MIB
+    arena.prepare(96 * MIB)
+    assert arena.join(60)
+    assert arena.generation == generation
+    assert 96 * MIB <= resident_bytes(arena) <= 104 * MIB
+
+
+def test_a_smaller_estimate_gives_back_what_is_not_needed():
+    """Whatever an optimizer turns out not to keep must not cost memory for as long as it runs."""
+    for is_known_by_a_save in (False, True):
+        arena = Arena()
+        arena.prepare(96 * MIB)
+        assert arena.join(60)
+        if is_known_by_a_save:
+            assert not arena.reserve(32 * MIB)
+        else:
+            arena.prepare(32 * MIB)
+        assert arena.join(60)
+        assert resident_bytes(arena) <= 34 * MIB
+        assert faults_of_writing(arena, 32 * MIB) <= 32  # the rest of it is still there
+
+
+def test_room_that_is_refused_is_done_without(monkeypatch):
+    """Where address space is counted, much of it may be refused, and a little not."""
+    asked = []
+
+    def limited(num_bytes):
+        asked.append(num_bytes)
+        if num_bytes > 64 * MIB:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return page_memory(num_bytes)
+
+    monkeypatch.setattr("milepost.engine.arena.page_memory", limited)
+    arena = Arena()
+    arena.prepare(32 * MIB, most_bytes=2**40)
+    assert asked == [2**40, 38 * MIB]
+    assert arena.join(60)
+    assert not arena.reserve(32 * MIB)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        arena.reserve(128 * MIB)
+    assert arena.reserve(16 * MIB)  # and nothing is broken by it
+
+
 def test_a_state_beyond_the_estimate_gets_memory_of_its_own():
-    """And preparing more than once, or after a save, does nothing."""
+    """And preparing after a save does nothing."""
     arena = Arena()
     arena.prepare(8 * MIB)
     assert arena.reserve(64 * MIB)
@@ -62,23 +130,73 @@ def test_a_state_beyond_the_estimate_gets_memory_of_its_own():
     assert arena.join(60)
 
 
-def test_a_loop_prepares_after_its_first_batch_and_the_first_save_uses_it(tmp_path):
-    """By then the optimizer has what it keeps. Without an interval nothing is prepared."""
-    for every, is_prepared in (("3ba", True), (None, False)):
-        torch.manual_seed(0)
-        model = nn.Linear(1024, 1024)
-        optimizer = torch.optim.AdamW(model.parameters())
-        run = mp.Checkpointer(
-            tmp_path / str(every), every=every, model=model, optimizer=optimizer
-        ).open()
-        arena = run._writer._saver._stager.arena
-        for batch in range(3):
-            assert (arena.capacity_bytes > 0) == (is_prepared and batch > 0)
-            optimizer.zero_grad()
-            model(torch.randn(2, 1024)).sum().backward()
-            optimizer.step()
-            run.step()
-        run.save("last", wait=True)
-        assert arena.generation == 1
-        run.close()
-    assert not [one for one in threading.enumerate() if one.name == "milepost-arena"]
+def test_pages_are_asked_for_from_the_end_and_one_at_a_time(monkeypatch):
+    """A save that comes too early copies from the front meanwhile; an allocation of the training
+    waits no longer than for one page."""
+    asked = []
+
+    def madvise(address, length, advice):
+        asked.append((address, length, advice))
+        return 0
+
+    monkeypatch.setattr("milepost.engine.populating._madvise", lambda: madvise)
+    memory = page_memory(8 * MIB)
+    populating = Populating(memory, 1 << 40)
+    populating.ask(0, 7 * MIB)
+    assert populating.join(60)
+    starts = [6 * MIB, 4 * MIB, 2 * MIB, 0]
+    assert [address - (1 << 40) for address, *_ in asked] == starts
+    assert [length for _, length, _ in asked] == [MIB, 2 * MIB, 2 * MIB, 2 * MIB]
+
+
+def test_an_older_kernel_is_asked_once(monkeypatch):
+    """The first copy gets the pages then, as it would have anyway."""
+    asked = []
+    monkeypatch.setattr(
+        "milepost.engine.populating._madvise", lambda: lambda *a: asked.append(a) or -1
+    )
+    arena = Arena()
+    arena.prepare(32 * MIB)
+    assert arena.join(60)
+    assert len(asked) == 1
+    assert not arena.reserve(32 * MIB)
+
+
+def loop(folder: Path, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, mp.Checkpointer(folder, model=model, optimizer=optimizer, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(inputs).sum().backward()
+    optimizer.step()
+
+
+def test_a_loop_has_its_memory_before_the_first_batch(tmp_path):
+    """A save in the first batch would wait for it. The optimizer keeps nothing yet, and will."""
+    for every in ("3ba", None):
+        model, optimizer, run = loop(tmp_path / str(every), every=every)
+        data = DataLoader(torch.randn(6, 1024), batch_size=2)
+        with run:
+            arena = run._writer._saver._stager.arena
+            assert (arena.capacity_bytes > 0) == (every is not None)
+            for batch in run.batches(data):
+                assert arena.join(60)
+                assert resident_bytes(arena) >= 3 * 4 * 1024 * 1024
+                train(model, optimizer, batch)
+                run.save(wait=True)
+            assert arena.generation == 1
+            assert arena.join(60)
+            assert resident_bytes(arena) <= 3 * 4 * 1024 * 1024 + 4 * MIB
+
+
+def test_a_run_without_a_loop_of_ours_takes_no_memory_ahead(tmp_path):
+    """It may have been opened to read from only."""
+    model, optimizer, run = loop(tmp_path / "run")
+    with run:
+        train(model, optimizer, torch.randn(2, 1024))
+        run.step()
+        assert run._writer._saver._stager.arena.capacity_bytes == 0
