@@ -179,7 +179,7 @@ def test_a_loop_has_its_memory_before_the_first_batch(tmp_path):
     """A save in the first batch would wait for it. The optimizer keeps nothing yet, and will."""
     for every in ("3ba", None):
         model, optimizer, run = loop(tmp_path / str(every), every=every)
-        data = DataLoader(torch.randn(6, 1024), batch_size=2)
+        data = DataLoader(torch.randn(4, 1024), batch_size=2)
         with run:
             arena = run._writer._saver._stager.arena
             assert (arena.capacity_bytes > 0) == (every is not None)
