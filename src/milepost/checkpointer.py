@@ -98,8 +98,9 @@ class Checkpointer:
             ``"sample"``, ``"full"`` for every byte, ``"none"``.
         local_cache: For a run in an object store: a folder on this machine where copies of the
             newest two checkpoints are kept, so that a resume here need not download them.
-        load_chunk_bytes: For a run in an object store: how much one request of a resume asks for, a
-            block of 8 MiB at least; eight are on their way at a time, of 128 MiB at most.
+        load_chunk_bytes: For a run in an object store: how much one request of a resume asks for,
+            in blocks of 8 MiB; eight are on their way at a time. With less than a block, 8 to
+            64 MiB, by how much there is to read.
         load_progress_bar: Whether to show how far such a download has come.
         staging: When the state is copied: ``"eager"``, before a save returns; ``"overlap"``, what
             optimizers own while the next forward and backward pass run, and all else before the

@@ -21,9 +21,10 @@ class Fetching:
     """Options of reading from a bucket. Files of this machine are read as ever, and not shown.
 
     Attributes:
-        chunk_bytes: How much one request asks for, where it lies side by side; a block of 8 MiB at
-            least, because a checksum is that of a whole block. Eight requests are on their way at a
-            time, of 128 MiB together at most.
+        chunk_bytes: How much one request asks for, where it lies side by side: whole blocks of
+            8 MiB, because a checksum is that of a whole block. With less than a block, up to 64 MiB
+            where answers are read as they come, so that each of eight requests at a time has some
+            of them, and a block elsewhere, where 128 MiB are on their way at most.
         is_bar_shown: Whether to show on standard error how far a download has come that is not
             small.
     """

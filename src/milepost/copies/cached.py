@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import final
 
@@ -18,7 +18,16 @@ from ..errors import CheckpointError, FormatError
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.layout import MANIFEST
 from ..format.manifest import FileEntry, Manifest
-from ..stores.base import Entry, LastingWriter, LendingReader, Names, Reader, Store, Writer
+from ..stores.base import (
+    Entry,
+    LastingWriter,
+    LendingReader,
+    Names,
+    Reader,
+    Store,
+    StreamingReader,
+    Writer,
+)
 from ..stores.local import LocalStore
 from ..stores.pages import page_memory
 from .kept import KeptCopies, may_be_kept
@@ -133,7 +142,11 @@ class CachedStore:
         copy = None if manifest is None or entry is None else self._copies.find(manifest, entry)
         if entry is None or copy is None:
             reader = self.store.open_reader(key)
-            kind = _CountedLender if isinstance(reader, LendingReader) else _Counted
+            kind: type[_Counted] = _Counted
+            if isinstance(reader, StreamingReader):
+                kind = _CountedStreamer
+            elif isinstance(reader, LendingReader):
+                kind = _CountedLender
             return kind(reader, self._count_remote)
         return _CheckedReader(
             copy,
@@ -266,6 +279,18 @@ class _CountedLender(_Counted):
         view = self._reader.lend(offset, length)
         self._count(length)
         return view
+
+
+@final
+class _CountedStreamer(_Counted):
+    """Counts what is streamed, too."""
+
+    def stream(self, offset: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield a range of bytes. See ``base.StreamingReader``."""
+        assert isinstance(self._reader, StreamingReader)
+        for piece in self._reader.stream(offset, length):
+            self._count(piece.nbytes)
+            yield piece
 
 
 @final

@@ -1,9 +1,10 @@
 """Blocks of files are read in threads, checked, and copied to where their bytes belong.
 
-A block is read in one of three ways. What a store hands out from memory of its own, such as the
-answer of a service, is checked and copied from there. What the page cache holds is copied straight
-into place, and checked there while it is hot. Everything else goes past the page cache into
-page-aligned memory, is checked there and copied. So after an error what was being read into is
+A block is read in one of four ways. What a store hands out from memory of its own is checked and
+copied from there. What comes as the answer of a service is checked and copied straight into place
+piece by piece, as it comes. What the page cache holds is copied straight into place, and checked
+there while it is hot. Everything else goes past the page cache into page-aligned memory, is checked
+there and copied. So after an error what was being read into is
 neither old nor new; nothing must be done with it but to restore it from elsewhere. Nobody writes to
 it any more by then, whatever thread still waits for an answer.
 
@@ -16,7 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,7 @@ from ..errors import DamagedError, StorageError
 from ..fetching import Fetching
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.manifest import FileEntry, Manifest
-from ..stores.base import CachedReader, LendingReader, Reader, Store
+from ..stores.base import CachedReader, LendingReader, Reader, Store, StreamingReader
 from ..stores.pages import page_memory
 from .checks import check_size, read_again, read_block
 from .ranges import Batch, Range
@@ -44,6 +45,11 @@ MAX_OPEN = 64
 """How many files are open before their first block is read; others are opened again for it."""
 
 _IN_FLIGHT_BYTES = 128 * 1024 * 1024
+_STREAMED_BLOCKS, _STREAMS_EACH = 8, 2
+"""How many blocks one request asks for at most where they come as a stream, and how many requests
+each of those on their way is for at least. A request costs a service as much as many blocks do, and
+some read ahead for it what then nobody asks for; but the last of them must not come alone."""
+
 _HOT_BYTES = 512 * 1024
 """How much is copied before it is checked: then it still is in the cache of the core."""
 
@@ -66,6 +72,7 @@ class _File:
 
     Attributes:
         lender: Its reader, if that has memory of its own to hand out.
+        streamer: Its reader, if that hands out bytes as they come.
         cached: Its reader, if that can tell what is in the page cache.
     """
 
@@ -78,6 +85,7 @@ class _File:
         self._is_closed = False
         self._reader: Reader | None = None
         self.lender: LendingReader | None = None
+        self.streamer: StreamingReader | None = None
         self.cached: CachedReader | None = None
         self._lock = threading.Lock()
 
@@ -98,6 +106,7 @@ class _File:
                 raise
             self._reader = reader
             self.lender = reader if isinstance(reader, LendingReader) else None
+            self.streamer = reader if isinstance(reader, StreamingReader) else None
             self.cached = reader if isinstance(reader, CachedReader) else None
         return self._reader
 
@@ -199,9 +208,11 @@ class BlockReads:
         self._firsts = {} if firsts is None else firsts
         self._is_inference = torch.is_inference_mode_enabled()
         is_local = store.traits.is_local
+        num_threads = NUM_THREADS if is_local else NUM_REQUESTS
         self._num_together = 1 if is_local else max(1, fetching.chunk_bytes // BLOCK_BYTES)
-        at_once = _IN_FLIGHT_BYTES // (BLOCK_BYTES * self._num_together)
-        num_threads = NUM_THREADS if is_local else max(1, min(NUM_REQUESTS, at_once))
+        if not (is_local or store.traits.streams):
+            at_once = _IN_FLIGHT_BYTES // (BLOCK_BYTES * self._num_together)
+            num_threads = max(1, min(NUM_REQUESTS, at_once))
         self._workers = Workers[tuple[_File, list[_Block]]](
             "milepost-read", num_threads=num_threads
         )
@@ -212,14 +223,15 @@ class BlockReads:
         at_hand: list[tuple[_Block, memoryview]] = []
         num_bytes = 0
         try:
-            for path, wanted in ranges.items():
-                blocks = _by_block(wanted)
+            found = {path: _by_block(wanted) for path, wanted in ranges.items()}
+            num_together = self._num_asked_together(sum(map(len, found.values())))
+            for path, blocks in found.items():
                 if path in self._firsts and blocks[0].number == 0:
                     at_hand.append((blocks.pop(0), self._firsts.pop(path)))
                 entry = self._manifest.file(path)
                 file = _File(self._store, self._key(path), entry, num_blocks=len(blocks))
                 files.append(file)
-                for together in _neighbours(blocks, at_most=self._num_together):
+                for together in _neighbours(blocks, at_most=num_together):
                     self._workers.put((file, together))
                 num_bytes += sum(file.length_of(block.number) for block in blocks)
             self._look_at(files)
@@ -239,6 +251,13 @@ class BlockReads:
         finally:
             for file in files:
                 file.close()
+
+    def _num_asked_together(self, num_blocks: int) -> int:
+        """Return how many neighbouring blocks one request asks for."""
+        if not self._store.traits.streams or self._fetching.chunk_bytes >= BLOCK_BYTES:
+            return self._num_together
+        each = -(-num_blocks // (NUM_REQUESTS * _STREAMS_EACH))
+        return max(1, min(each, _STREAMED_BLOCKS))
 
     def _look_at(self, files: Sequence[_File]) -> None:
         def look(number: int) -> None:
@@ -263,8 +282,12 @@ class BlockReads:
     def _read(self, file: _File, blocks: list[_Block], memory: memoryview) -> None:
         with file.reading(len(blocks)) as reader:
             lent = memoryview(b"")
+            length = blocks[-1].start + file.length_of(blocks[-1].number) - blocks[0].start
+            if file.streamer is not None:
+                with closing(file.streamer.stream(blocks[0].start, length)) as pieces:
+                    self._take_streamed(file, reader, blocks, pieces, memory)
+                return
             if file.lender is not None:
-                length = blocks[-1].start + file.length_of(blocks[-1].number) - blocks[0].start
                 lent = file.lender.lend(blocks[0].start, length)
             for block in blocks:
                 data = memory[: file.length_of(block.number)]
@@ -299,6 +322,38 @@ class BlockReads:
             read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)
             lent = data
         self._fill(block, lent, block.parts)
+
+    def _take_streamed(
+        self,
+        file: _File,
+        reader: Reader,
+        blocks: Sequence[_Block],
+        pieces: Iterator[memoryview],
+        memory: memoryview,
+    ) -> None:
+        """Copy blocks that come in pieces into place, and what has to into ``memory`` first."""
+        came = memoryview(b"")
+        for block in blocks:
+            data = memory[: file.length_of(block.number)]
+            places, rest = _in_place(block, data)
+            found = 0
+            for place in places:
+                at = 0
+                while at < len(place):
+                    came = came or next(pieces)
+                    hot, came = came[: len(place) - at], came[len(place) - at :]
+                    found = crc32c(hot, found)
+                    target = np.frombuffer(place[at : at + len(hot)], dtype=np.uint8)
+                    with self._workers.touching():
+                        target[:] = np.frombuffer(hot, dtype=np.uint8)
+                    at += len(hot)
+            entry, number = file.entry, block.number
+            if found != entry.crcs[number]:
+                read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)
+                rest = block.parts
+            self._fill(block, data, rest)
+            for listener in self._listeners:
+                listener(len(data))
 
     def _copy_cached(
         self, file: _File, reader: CachedReader, block: _Block, data: memoryview

@@ -16,7 +16,7 @@ Contract, for every store:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -29,6 +29,7 @@ __all__ = [
     "NamingStrangers",
     "Reader",
     "Store",
+    "StreamingReader",
     "Traits",
     "Writer",
 ]
@@ -71,6 +72,7 @@ class Traits:
         compares_uploads: Whether a part that came to harm on the way there is refused. Where it is
             not, only reading it back tells.
         symlinks: Whether ``point`` makes a link that people can follow.
+        streams: Whether readers hand out long ranges as they come; see ``StreamingReader``.
     """
 
     is_local: bool
@@ -79,6 +81,7 @@ class Traits:
     symlinks: bool
     copies_itself: bool = False
     compares_uploads: bool = True
+    streams: bool = False
 
 
 class Writer(Protocol):
@@ -144,6 +147,18 @@ class LendingReader(Reader, Protocol):
 
     def lend(self, offset: int, length: int) -> memoryview:
         """Return a range of bytes, which stays as it is while somebody has a view of it.
+
+        Raises:
+            DamagedError: The key ends too early.
+        """
+
+
+@runtime_checkable
+class StreamingReader(Reader, Protocol):
+    """What a reader may be able to do besides: hand out a long range as it comes."""
+
+    def stream(self, offset: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield a range of bytes in pieces of any size; whoever does not take all closes it.
 
         Raises:
             DamagedError: The key ends too early.

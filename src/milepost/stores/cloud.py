@@ -27,6 +27,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, final
 from urllib.parse import urlsplit
 
@@ -51,7 +52,9 @@ from .feed import BlockFeed
 from .forked import note_request
 from .pace import pace_of
 from .probing import refuses_existing
+from .ranges import StreamReader
 from .refusals import UnknownAnswerError, typed_error
+from .streams import Begun, resumed
 from .tries import Tries
 
 __all__ = ["CloudStore"]
@@ -67,6 +70,9 @@ _RECORD_BYTES = 1024 * 1024
 _MAX_PIECES = 9_000
 _PUTS = 2
 """A record that came to harm is put once more. It is not deleted: it stands for one before it."""
+
+_STREAMED_BYTES = 1024 * 1024
+"""Pieces of a range that is read. They are checked and copied while the cache still has them."""
 
 _RETRIES = 12
 _RETRY_TIMEOUT_S = 120.0
@@ -117,6 +123,7 @@ class CloudStore(BucketStore):
             self.traits,
             copies_itself=not self._clients.is_azure,
             compares_uploads=self._clients.are_uploads_checked,
+            streams=True,
         )
         self._pace = pace_of(f"{self._clients.endpoint} {'/'.join(urlsplit(self.url)[:2])}")
         self._tries = Tries(
@@ -363,6 +370,28 @@ class CloudStore(BucketStore):
             "read",
             key,
             lambda: memoryview(obstore.get_range(client, key, start=start, length=length)),
+        )
+
+    def open_reader(self, key: str) -> StreamReader:
+        """Open a key for reading."""
+        return StreamReader(self, key, self.head(key).size_bytes)
+
+    def stream_range(self, key: str, start: int, length: int) -> Iterator[memoryview]:
+        """Return a range of bytes of a key as they come. Used by the reader."""
+        client, stop = self._clients.get("read", length), start + length
+
+        def ask(at: int) -> Begun:
+            found = obstore.get(client, key, options={"range": (at, stop)})
+            _checked(found.meta)
+            stream = iter(found.stream(min_chunk_size=_STREAMED_BYTES))
+            return next(stream, b""), stream
+
+        return resumed(
+            lambda at: self._ask("read", key, partial(ask, at)),
+            start=start,
+            stop=stop,
+            errors=(obstore.exceptions.BaseError, OSError),
+            name=self._name(key),
         )
 
     def _probe_once(self) -> None:

@@ -1,12 +1,13 @@
-"""A reader for stores that answer with ranges of bytes."""
+"""Readers for stores that answer with ranges of bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from typing import Protocol, final
 
 from ..errors import DamagedError
 
-__all__ = ["RangeReader", "Ranged"]
+__all__ = ["RangeReader", "Ranged", "StreamReader", "Streamed"]
 
 
 class Ranged(Protocol):
@@ -16,7 +17,6 @@ class Ranged(Protocol):
         """Return a range of bytes of a key; fewer where it ends."""
 
 
-@final
 class RangeReader:
     """Reads ranges of one object. See ``base.Reader``.
 
@@ -40,14 +40,48 @@ class RangeReader:
         part = memoryview(b"")
         if length and offset + length <= self.size_bytes:
             part = self._store.read_range(self._key, offset, length)
-        if part.nbytes != length:
-            raise DamagedError(
-                f"{self._key} ends before byte {offset + length:,}.",
-                path=self._key,
-                expected=offset + length,
-                found=offset + part.nbytes,
-            )
+        self._refuse_short(offset, length, part.nbytes)
         return part
 
     def close(self) -> None:
         """Do nothing."""
+
+    def _refuse_short(self, offset: int, length: int, found_bytes: int) -> None:
+        if found_bytes != length:
+            raise DamagedError(
+                f"{self._key} ends before byte {offset + length:,}.",
+                path=self._key,
+                expected=offset + length,
+                found=offset + found_bytes,
+            )
+
+
+class Streamed(Ranged, Protocol):
+    """What a store must be able to do for a reader that streams."""
+
+    def stream_range(self, key: str, start: int, length: int) -> Iterator[memoryview]:
+        """Yield a range of bytes of a key as they come; fewer where it ends."""
+
+
+@final
+class StreamReader(RangeReader):
+    """Reads ranges of one object, long ones as they come. See ``base.StreamingReader``.
+
+    Args:
+        store: Where from.
+        key: The object.
+        size_bytes: Its size.
+    """
+
+    def __init__(self, store: Streamed, key: str, size_bytes: int) -> None:
+        super().__init__(store, key, size_bytes)
+        self._streamed = store
+
+    def stream(self, offset: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield a range of bytes. See ``base.StreamingReader``."""
+        came_bytes = 0
+        if length and offset + length <= self.size_bytes:
+            for piece in self._streamed.stream_range(self._key, offset, length):
+                came_bytes += piece.nbytes
+                yield piece
+        self._refuse_short(offset, length, came_bytes)

@@ -120,7 +120,8 @@ class Trainer:
         load_weights_only: Load the weights and nothing else: a new training begins on them.
         load_strict: Whether the names of these weights must match exactly.
         load_chunk_size: Bytes of one piece of a download. Of a checkpoint folder in a bucket pieces
-            are 8 MiB at least, and as many as fit into this are asked for at once.
+            are 8 MiB, and as many as fit into this are asked for at once; with less than that
+            8 to 64 MiB, by how much there is to read.
         load_progress_bar: Show a download that is not small, of a resume as well.
 
     Attributes:

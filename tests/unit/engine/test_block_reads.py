@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +76,25 @@ class LendingSpy(Spy):
         return data.toreadonly()
 
 
+class StreamingSpy(Spy):
+    """One of a service whose answers come in pieces, of odd sizes."""
+
+    def stream(self, offset: int, length: int) -> Generator[memoryview, None, None]:
+        self._calls.append(("stream", offset, length))
+        data = memoryview(bytearray(self._reader.lend(offset, length)))
+        self._alter(offset, data)
+        for start in range(0, length, 1_000_003):
+            yield data[start : start + 1_000_003].toreadonly()
+
+
 class SpyStore:
     """A store whose readers are looked at, and whose bytes can come altered a few times."""
 
-    def __init__(self, store: Any, lies: dict[int, int] | None = None) -> None:
+    def __init__(
+        self, store: Any, lies: dict[int, int] | None = None, *, streams: bool = False
+    ) -> None:
         self._store = store
-        self.url, self.traits = store.url, store.traits
+        self.url, self.traits = store.url, replace(store.traits, streams=streams)
         self.calls: list[tuple[str, int, int]] = []
         self.lies = lies or {}
 
@@ -90,8 +105,8 @@ class SpyStore:
         reader = self._store.open_reader(key)
         if key != FILE:
             return reader
-        kind = LocalSpy if isinstance(reader, LocalReader) else LendingSpy
-        return kind(reader, self.calls, self.lies)
+        kind: type[Spy] = LocalSpy if isinstance(reader, LocalReader) else LendingSpy
+        return (StreamingSpy if self.traits.streams else kind)(reader, self.calls, self.lies)
 
 
 def empty(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -193,6 +208,19 @@ def test_a_service_is_asked_for_neighbouring_blocks_at_once(new_lab, state):
     assert sum(length for _, _, length in calls) < size
 
 
+def test_a_stream_is_for_as_many_blocks_as_leave_all_streams_some(new_lab, state, monkeypatch):
+    """Few requests cost a service less than many, and the last must not come alone."""
+    lab = new_lab(MemoryStore())
+    size = lab.save("a", {"model": state}).manifest.file("model.safetensors").size_bytes
+    for num_requests, chunk_bytes, expected in ((8, 0, 5), (1, 0, 2), (1, BLOCK_BYTES, 5)):
+        monkeypatch.setattr("milepost.engine.blocks.NUM_REQUESTS", num_requests)
+        store, into = SpyStore(lab.store, streams=True), empty(state)
+        calls = read(store, into, fetching=Fetching(chunk_bytes))
+        assert same(into, state)
+        assert (len(calls), {name for name, _, _ in calls}) == (expected, {"stream"})
+        assert sum(length for _, _, length in calls) == size - BLOCK_BYTES
+
+
 def test_a_slice_asks_for_its_own_blocks_only(new_lab):
     """A tenth of a tensor costs a tenth of it and the blocks at its edges."""
     whole = torch.arange(25_000_000, dtype=torch.float32)  # 12 blocks
@@ -208,16 +236,18 @@ def test_a_slice_asks_for_its_own_blocks_only(new_lab):
     assert sum(length for _, _, length in store.calls) <= 4 * 2_500_000 + 2 * BLOCK_BYTES
 
 
-@pytest.mark.parametrize("kind", ["cached", "cold", "service"])
+@pytest.mark.parametrize("kind", ["cached", "cold", "service", "stream"])
 def test_a_block_that_came_damaged_is_read_once_more(new_lab, tmp_path, state, caplog, kind):
     """Bytes may be altered on the way, and what is stored be whole."""
-    lab = new_lab(MemoryStore() if kind == "service" else LocalStore(tmp_path))
+    is_local = kind in ("cached", "cold")
+    lab = new_lab(LocalStore(tmp_path) if is_local else MemoryStore())
     lab.save("a", {"model": state})
     place = 2 * BLOCK_BYTES + 12_345
     for times, is_whole in ((1, True), (2, False)):
-        if kind != "service":
+        if is_local:
             (warm if kind == "cached" else cold)(tmp_path / FILE)
-        store, into, caught = SpyStore(lab.store, {place: times}), empty(state), None
+        store = SpyStore(lab.store, {place: times}, streams=kind == "stream")
+        into, caught = empty(state), None
         caplog.clear()
         with caplog.at_level(logging.WARNING, "milepost"):
             try:
