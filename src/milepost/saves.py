@@ -24,6 +24,7 @@ from .naming import NameFormat, as_number, natural_name
 from .progress.pacing import Pacing
 from .progress.timer import Timer
 from .resumption import Resumption
+from .staging import LAST_SAVE
 from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader
 from .state.owned import Late
@@ -154,8 +155,9 @@ class Saves:
             pending = self._begin(
                 request,
                 rng=rng or before,
-                may_be_late=not (is_final or reason in _LAST)
-                and self._writer.may_copy_late(
+                eager_reason=LAST_SAVE
+                if is_final or reason in _LAST
+                else self._writer.eager_reason(
                     is_step_next=is_step_next, is_waited_for=is_waited_for
                 ),
             )
@@ -256,13 +258,13 @@ class Saves:
         *,
         rng: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
-        may_be_late: bool = False,
+        eager_reason: str = LAST_SAVE,
     ) -> PendingSave[Checkpoint]:
         started_s = time.perf_counter()
         owned: Late | None = None
         try:
             items = self._capture(rng=rng, extra=extra or {})
-            if may_be_late:
+            if not eager_reason:
                 # With "overlap" it was promised that whoever writes waits.
                 is_promised = self._writer.options.staging == "overlap"
                 owned = self._tracked.owned(with_embeddings=is_promised)
@@ -270,7 +272,9 @@ class Saves:
             self._writer.fail(request.name, error)
             raise
         capture_s = time.perf_counter() - started_s
-        self.last = self._writer.save(items, request, owned=owned, capture_s=capture_s)
+        self.last = self._writer.save(
+            items, request, owned=owned, eager_reason=eager_reason, capture_s=capture_s
+        )
         return self.last
 
     def prepare(self) -> None:

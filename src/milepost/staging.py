@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["CopyCheck", "Staging"]
+__all__ = [
+    "BY_HAND",
+    "EAGER_ASKED",
+    "FORBIDDEN",
+    "LAST_SAVE",
+    "NOTHING_LARGE",
+    "SEVERAL_RANKS",
+    "WRITTEN_TO",
+    "CopyCheck",
+    "Staging",
+]
 
 Staging = Literal["auto", "overlap", "eager"]
 """``eager``: all of it before a save returns. ``overlap``: what optimizers own while training goes
@@ -13,3 +23,14 @@ on. ``auto``: so where nothing but a step of theirs can come next."""
 CopyCheck = Literal["sample", "full", "none"]
 """How what is copied while training goes on is watched, beside version counters: by some bytes of
 each tensor, by all, or not at all."""
+
+# Why a save has copied everything before it returned: ``stats["eager_reason"]``, where it is not
+# for what the optimizers have; see ``Owned.reason``.
+
+EAGER_ASKED = 'staging="eager"'
+LAST_SAVE = "the last save of a training, or one that is only for a look"
+BY_HAND = "a save by hand, after which something else than an optimizer may write"
+SEVERAL_RANKS = 'several ranks, which copy late only with staging="overlap"'
+WRITTEN_TO = "something wrote to the state while an earlier save was copied"
+FORBIDDEN = "the system forbids process_vm_readv"
+NOTHING_LARGE = "no optimizer has a tensor of 64 KiB or more"

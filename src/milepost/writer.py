@@ -38,6 +38,7 @@ from .runs.prune import decide, delete_checkpoint, prune
 from .runs.publish import point_latest
 from .runs.scan import State, read_manifest, scan
 from .runs.sessions import Session
+from .staging import BY_HAND, EAGER_ASKED, LAST_SAVE, SEVERAL_RANKS, WRITTEN_TO
 from .state.owned import Late
 from .state.sizes import Sizes
 from .stores.base import Store
@@ -89,6 +90,7 @@ class RunWriter:
         self._num_failed = 0
         self._only_warned: tuple[str, BaseException] | None = None
         self._is_wary = False
+        self._told_reason = ""
 
     @property
     def run(self) -> Run:
@@ -216,18 +218,25 @@ class RunWriter:
         if self._saver is not None:
             self._saver.prepare(sizes)
 
-    def may_copy_late(self, *, is_step_next: bool, is_waited_for: bool) -> bool:
-        """Return whether what optimizers own may be copied after a save has begun to be written.
+    def eager_reason(self, *, is_step_next: bool, is_waited_for: bool) -> str:
+        """Return why everything must be copied before a save returns.
+
+        Empty if what optimizers own may be copied later.
 
         Args:
             is_step_next: Whether nothing can come between the save and the next step of an
                 optimizer but a forward and a backward pass.
             is_waited_for: Whether nothing at all comes before it is committed.
         """
-        if self.options.staging == "auto":
-            is_alone = self.team.world_size == 1
-            return (is_step_next or is_waited_for) and is_alone and not self._is_wary
-        return self.options.staging == "overlap"
+        if self.options.staging == "eager":
+            return EAGER_ASKED
+        if self.options.staging == "overlap":
+            return ""
+        if not (is_step_next or is_waited_for):
+            return BY_HAND
+        if self.team.world_size > 1:
+            return SEVERAL_RANKS
+        return WRITTEN_TO if self._is_wary else ""
 
     def save(
         self,
@@ -235,6 +244,7 @@ class RunWriter:
         request: SaveRequest,
         *,
         owned: Late | None = None,
+        eager_reason: str = "",
         capture_s: float = 0.0,
     ) -> PendingSave[Checkpoint]:
         """Save a state; see ``Saver.save``. Errors of earlier saves come out here."""
@@ -245,13 +255,19 @@ class RunWriter:
         self._saver.wait_until_free()
         waited_s = time.perf_counter() - started_s
         self.settle()  # how the save before has ended may say what may be copied late
-        owned = None if self._is_wary else owned
+        if self._is_wary and owned is not None:
+            owned, eager_reason = None, WRITTEN_TO
         pending = self._saver.save(
-            items, request, owned=owned, capture_s=capture_s, waited_s=waited_s
+            items,
+            request,
+            owned=owned,
+            eager_reason=eager_reason,
+            capture_s=capture_s,
+            waited_s=waited_s,
         )
         self._unsettled.append(pending)
         if self.team.rank == 0:
-            pending.when_done(partial(_log_cost, pending))
+            pending.when_done(partial(self._log_cost, pending))
         return pending
 
     def fail(self, name: str, error: BaseException) -> None:
@@ -418,8 +434,13 @@ class RunWriter:
         except CheckpointError as error:
             _log.warning("Old checkpoints in %s/ were not removed: %s", folder, error)
 
-
-def _log_cost(pending: PendingSave[Checkpoint]) -> None:
-    """Say what a save has cost; that one failed is said elsewhere."""
-    if not pending.has_failed:
+    def _log_cost(self, pending: PendingSave[Checkpoint]) -> None:
+        """Say what a save has cost; that one failed is said elsewhere."""
+        if pending.has_failed:
+            return
         _log.info("Saved %s: %s.", pending.name, cost_text(pending.stats))
+        reason = pending.stats.get("eager_reason")
+        if reason and reason not in (EAGER_ASKED, LAST_SAVE, BY_HAND, self._told_reason):
+            self._told_reason = reason
+            what = "A part of the state" if pending.stats["late_bytes"] else "The whole state"
+            _log.info("%s was copied before the save returned: %s.", what, reason)

@@ -557,6 +557,7 @@ def test_auto_becomes_wary_before_the_next_copy_whoever_looks(
         model[0].weight.detach().mul_(2)
         assert second.exception(30) is None
         assert second.stats["late_bytes"] == 0
+        assert "something wrote to the state" in second.stats["eager_reason"]
         run.save("c", wait=True)
     run.close()
     assert caplog.text.count("from now on the whole state is copied") == 1

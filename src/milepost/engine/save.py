@@ -46,7 +46,7 @@ from .pending import PendingSave
 from .plan import Plan, make_plan
 from .sameness import Marks, mark
 from .shares import own_share
-from .stage import StagedPart, Stager
+from .stage import StagedPart, Stager, why_not_late
 from .together import Share
 
 __all__ = ["SaveRequest", "Saver"]
@@ -136,6 +136,7 @@ class Saver(Generic[T]):
         request: SaveRequest,
         *,
         owned: Late | None = None,
+        eager_reason: str = "",
         capture_s: float = 0.0,
         waited_s: float = 0.0,
     ) -> PendingSave[T]:
@@ -147,6 +148,7 @@ class Saver(Generic[T]):
             capture_s: The seconds it took to collect the state.
             owned: What of the state may be copied while the training goes on, until an optimizer
                 is about to step; ``None``: nothing.
+            eager_reason: Why it is nothing, for the record.
             waited_s: The seconds that were waited for the save before already.
 
         Raises:
@@ -174,7 +176,7 @@ class Saver(Generic[T]):
             copy.start()
             staged_s = time.perf_counter() - started_s
             unchanged = sum(part.plan.size_bytes for part in staged if part.is_unchanged)
-            stats = {
+            stats: dict[str, Any] = {
                 "state_bytes": self._plan.size_bytes,
                 "unchanged_bytes": unchanged,
                 "capture_s": capture_s,
@@ -185,6 +187,9 @@ class Saver(Generic[T]):
                 "blocking_s": capture_s + staged_s,
                 "late_bytes": copy.num_bytes,
             }
+            reason = eager_reason if owned is None else why_not_late(owned, copy)
+            if reason:
+                stats["eager_reason"] = reason
             share = None
             if self._team is not None:
                 said = self._said(request)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..staging import CopyCheck
+from ..staging import FORBIDDEN, NOTHING_LARGE, CopyCheck
 from ..state.owned import Late
 from ..tensors.memory import host_bytes
 from ..tensors.pack import PackedItem
@@ -26,7 +26,7 @@ from .copying import Copy, LateTensor
 from .peek import can_peek
 from .plan import PartPlan, Plan
 
-__all__ = ["StagedPart", "Stager"]
+__all__ = ["StagedPart", "Stager", "why_not_late"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,13 @@ class Stager:
         if part.is_frozen:
             self._held.add(part.file)
         return StagedPart(part, is_unchanged=False)
+
+
+def why_not_late(owned: Late, copy: Copy) -> str:
+    """Return why nothing is copied late, or not all that optimizers have; else nothing."""
+    if not can_peek():
+        return FORBIDDEN
+    return owned.reason or ("" if copy.is_late else NOTHING_LARGE)
 
 
 def _is_plain(tensor: Tensor) -> bool:

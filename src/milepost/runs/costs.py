@@ -34,7 +34,7 @@ def together(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 found[name] = value
             elif name.endswith("_bytes"):
                 found[name] += value
-            else:
+            elif name.endswith("_s"):
                 found[name] = max(found[name], value)
     return found
 

@@ -37,7 +37,6 @@ MIN_BYTES = 64 * 1024
 """Smaller tensors are copied at once: that takes less than to keep an eye on them."""
 
 _PLAIN = (Tensor, nn.Parameter)
-_UNUSUAL = "tensors that are shared, on accelerators or unusual are copied at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,10 @@ class Late(Protocol):
     def modules(self) -> tuple[nn.Module, ...]:
         """Return models that must not load a state dict meanwhile."""
 
+    @property
+    def reason(self) -> str:
+        """Return why something that optimizers have is not among it; empty if there is none."""
+
     def __contains__(self, tensor: Tensor) -> bool:
         """Return whether a tensor, of the host's memory, is among it."""
 
@@ -98,7 +101,7 @@ def owned_by(
     excluded = {id(weight) for weight in _written_between(children, also_noise=not with_embeddings)}
     parents: set[int] = set()
     if any(map(is_flattened, models)):
-        return Owned({}, models, "the parameters of a model are flattened")
+        return Owned({}, models, "flattened parameters of a model")
     for optimizer in optimizers:
         reason = _not_ours(optimizer)
         if reason:
@@ -113,7 +116,7 @@ def owned_by(
                 for tensor in itertools.filterfalse(_is_small, kept):
                     memory = _memory(tensor)
                     if memory is None:
-                        reasons[_UNUSUAL] = None
+                        reasons[_why_unusual(tensor)] = None
                     elif memory.nbytes >= MIN_BYTES:
                         found[memory_key(memory)] = memory.nbytes
                         parents.update(map(id, own))
@@ -124,13 +127,13 @@ def _not_ours(optimizer: Optimizer) -> str:
     """Return why nothing is known of when an optimizer changes its tensors; else nothing."""
     name = type(optimizer).__qualname__
     if holder_of(optimizer) is not optimizer:
-        return f"{name} has another optimizer inside"
+        return f"{name}, which has another optimizer inside"
     if not getattr(type(optimizer).step, "hooked", False):
-        return f"no hook can be placed before the steps of {name}"
+        return f"{name}, before whose steps no hook can be placed"
     before = [group["params"] for group in optimizer.param_groups]
     with owners_in_groups(optimizer):
         if any(a is not g["params"] for a, g in zip(before, optimizer.param_groups, strict=True)):
-            return f"the parameters of {name} are flattened"
+            return f"flattened parameters of {name}"
     return ""
 
 
@@ -155,6 +158,15 @@ def _memory(tensor: Tensor) -> Tensor | None:
     if local.layout is not torch.strided or _is_shared(local):
         return None
     return local
+
+
+def _why_unusual(tensor: Tensor) -> str:
+    """Return why a tensor has no plain host memory."""
+    if tensor.device.type != "cpu":
+        return f"tensors on {tensor.device.type}"
+    if not is_lazy(tensor) and _is_shared(local_tensor(tensor)):
+        return "tensors in memory that other processes share"
+    return "tensors of an unusual kind"
 
 
 def _is_shared(tensor: Tensor) -> bool:

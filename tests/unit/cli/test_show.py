@@ -50,6 +50,11 @@ def test_show_what_the_save_has_cost(milepost, make_run):
     assert milepost.json("show", maker.folder)["stats"] == stats
     text = milepost("show", maker.folder).stdout
     assert "23.4 KiB written in 12 ms (1.9 MiB/s), training held up for 1.5 ms" in text
+    assert "copied" not in text
+    for late, words in ((0, "all"), (2048, "2.0 KiB while training went on, the rest")):
+        maker.save("ep1", stats={"late_bytes": late, "eager_reason": "tensors on cuda"})
+        text = milepost("show", f"{maker.folder}/latest").stdout
+        assert f"copied      {words} before the save returned: tensors on cuda" in text
 
 
 def test_show_tensors_from_headers(milepost, run):

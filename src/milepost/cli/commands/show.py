@@ -123,6 +123,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         + (f"after {facts['parent']}" if facts["parent"] else "the first"),
         "software": _pairs(facts["software"]),
         "save": cost_text(facts["stats"]),
+        "copied": _copied_text(facts["stats"]),
         "interval": str(facts["interval"].get("why", "")),
         "metadata": _pairs(facts["metadata"]),
     }
@@ -140,6 +141,15 @@ def _validation_text(record: dict[str, Any] | None) -> str:
     lines = str(record["error"] or "").strip().splitlines()
     words = [record["status"], _pairs(record["metrics"]), lines[0] if lines else ""]
     return ", ".join(word for word in words if word)
+
+
+def _copied_text(stats: dict[str, Any]) -> str:
+    """Return what of the state was copied while the training went on, and why not more."""
+    late, reason = stats.get("late_bytes"), stats.get("eager_reason")
+    texts = [f"{size_text(late)} while training went on"] if late else []
+    if reason:
+        texts.append(f"{'the rest' if late else 'all'} before the save returned: {reason}")
+    return ", ".join(texts)
 
 
 def _pairs(values: dict[str, Any]) -> str:
