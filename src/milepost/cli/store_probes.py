@@ -61,11 +61,6 @@ def probe_store(store: Store) -> Iterator[Check]:
     if left and written.status != FAIL:
         text = f"{len(left)} objects below {store.url}/{place.folder} are left"
         yield Check("tidied up", WARN, text, "Delete them.")
-    yield Check(
-        "cut-off uploads",
-        OK,
-        "not visible from here; a rule of the bucket should remove them after some days",
-    )
 
 
 def _attempt(probe: Callable[[_Place], Check], place: _Place) -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .cut_off import CutOff, end_cut_off, find_cut_off
 from .identity import Identity, this_process
 from .keep import (
     KeepAll,
@@ -34,6 +35,7 @@ from .verify import Level, Problem, VerifyReport, newest_good, verify
 
 __all__ = [
     "Claim",
+    "CutOff",
     "Decision",
     "Found",
     "Identity",
@@ -61,7 +63,9 @@ __all__ = [
     "claim",
     "decide",
     "delete_checkpoint",
+    "end_cut_off",
     "ensure_run",
+    "find_cut_off",
     "is_pinned",
     "is_provably_dead",
     "keep_any",

@@ -28,7 +28,6 @@ checkpoint can only have changed by its own doing, or by that of a newer session
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +40,7 @@ from ..errors import (
 )
 from ..format.layout import ATTEMPT, DELETED, MANIFEST, session_key
 from ..stores.base import Store
+from .cut_off import sweep_uploads, tell_of_unseen
 from .erase import TEMPORARY_MAX_AGE_S, condemn, erase, read_write_id
 from .folders import check_folder, file_key
 from .identity import Identity
@@ -55,8 +55,6 @@ from .validations import delete_validation, list_validations, validation_id
 from .verify import newest_good
 
 __all__ = ["Decision", "PruneReport", "decide", "delete_checkpoint", "prune", "sweep"]
-
-_log = logging.getLogger("milepost")
 
 ATTEMPT_MAX_AGE_S = 24 * 3600.0
 """An attempt that nothing was written to for so long has no writer any more."""
@@ -275,6 +273,8 @@ def sweep(
     view = scan(store, cache or ManifestCache())
     errors: list[CheckpointError] = []
     removed: list[str] = []
+    # Before the attempts: their claims tell whose the uploads are.
+    errors += sweep_uploads(store, view, session, own_attempts=own_attempts, identity=identity)
     for found in view.found:
         is_attempt = found.state is State.INCOMPLETE and found.name not in own_attempts
         try:
@@ -282,7 +282,7 @@ def sweep(
                 _finish_deletion(store, found.name)
             elif is_attempt and _is_over(store, view, found, session, identity):
                 _give_up_wholly(store, found)
-                _tell_of_uploads(store, found.name)
+                tell_of_unseen(store, found.name)
             else:
                 continue
             removed.append(found.name)
@@ -298,18 +298,6 @@ def sweep(
     if errors:
         raise errors[0]
     return removed
-
-
-def _tell_of_uploads(store: Store, name: str) -> None:
-    """Say what no client of a bucket can remove, since none can list it."""
-    if not store.traits.is_local:
-        _log.info(
-            "The process that wrote %s may have left an upload in %s that was never completed and "
-            "that no listing shows. A lifecycle rule of the bucket removes those: see the guide "
-            "on object stores.",
-            name,
-            store.url,
-        )
 
 
 def _must_stay(store: Store, view: RunView) -> dict[str, str]:

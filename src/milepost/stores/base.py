@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 __all__ = [
+    "UNSEEN",
+    "BegunUpload",
+    "BegunUploads",
     "CachedReader",
     "Entries",
     "Entry",
@@ -28,6 +31,7 @@ __all__ = [
     "LendingReader",
     "NamingStrangers",
     "Reader",
+    "ShowingUploads",
     "Store",
     "StreamingReader",
     "Traits",
@@ -57,6 +61,41 @@ class Entry:
 
 Entries = list[Entry]
 """A listing; see ``Names``."""
+
+
+UNSEEN = "not visible through this client; a rule of the bucket should remove them after some days"
+"""Said of uploads that have not ended, of a place that may have some and cannot show them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunUpload:
+    """An upload in parts that has not ended: it goes on, or whoever sent it is gone.
+
+    Attributes:
+        key: What it will be.
+        upload_id: What the service calls it.
+        begun_s: When it was begun, in seconds since 1970 by the store's own clock.
+    """
+
+    key: str
+    upload_id: str
+    begun_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BegunUploads:
+    """What a service shows of uploads that have not ended.
+
+    Attributes:
+        found: The uploads.
+        now_s: When it was asked, by the same clock; ``None`` if it did not say.
+        is_whole: Whether there are surely no others. Some services show one only to whoever asks
+            for its very key.
+    """
+
+    found: tuple[BegunUpload, ...]
+    now_s: float | None
+    is_whole: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,3 +270,26 @@ class NamingStrangers(Protocol):
 
         Of a folder with such a name only that is told, with a slash at its end.
         """
+
+
+@runtime_checkable
+class ShowingUploads(Protocol):
+    """What a store may be able to do besides: show uploads in parts that have not ended."""
+
+    def why_uploads_are_unseen(self) -> str:
+        """Return in plain words why they cannot be shown, and what becomes of them; or ``""``."""
+
+    def begun_uploads(self, start: str = "") -> BegunUploads:
+        """Return the uploads to keys that begin with ``start``.
+
+        Raises:
+            AccessError: They may not be listed.
+            StorageError: The service does not list them, or cannot be reached.
+            UsageError: They cannot be shown, see ``why_uploads_are_unseen``.
+        """
+
+    def upload_written_s(self, upload: BegunUpload) -> float:
+        """Return when anything of an upload came last, by the store's own clock."""
+
+    def end_upload(self, upload: BegunUpload) -> None:
+        """Drop an upload with all of its parts; one that has ended is no error."""

@@ -13,7 +13,7 @@ since it alone holds the pieces.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, final
 from urllib.parse import urlsplit
@@ -57,7 +57,9 @@ class Clients:
         slowest_bytes_s: What each connection carries at least.
 
     Attributes:
+        is_s3: Whether it is a place that speaks S3.
         is_azure: Whether it is a place of Azure.
+        has_own_credentials: Whether a program gives the credentials, anew when they expire.
         endpoint: The address of the service, or empty if the client knows it by itself.
         are_uploads_checked: Whether the service compares what comes with a checksum of what was
             sent: S3 does, by the signature of the request.
@@ -78,8 +80,9 @@ class Clients:
     ) -> None:
         _refuse_odd(url)
         scheme = url.partition("://")[0].lower().replace("s3a", "s3")
-        is_s3 = scheme == "s3"
+        is_s3 = self.is_s3 = scheme == "s3"
         self.is_azure = _ENDPOINTS.get(scheme) is _AZURE
+        self.has_own_credentials = config.get("credential_provider") is not None
         given = config.get("endpoint") or config.get("base_url")
         self.endpoint = str(given or _from_environment(*_ENDPOINTS.get(scheme, ())))
         options = {**(_defaults_of_s3(config, self.endpoint) if is_s3 else {}), **config}
@@ -109,6 +112,7 @@ class Clients:
             return made
 
         self._make = make
+        self._s3_options: Callable[[], Mapping[str, Any]] = lambda: options
         try:
             self.get("read")
         except Exception as error:  # noqa: BLE001 - of a library: whatever it is, there is no client
@@ -124,6 +128,10 @@ class Clients:
         which = kind, next((size for size in _SIZES if size_bytes <= size), largest)
         client = self._clients.get(which)
         return client or self._clients.setdefault(which, self._make(*which))
+
+    def s3_option(self, *names: str) -> str:
+        """Return an option of S3 that this client goes by, the first of some names, or nothing."""
+        return next(filter(None, (_option(self._s3_options(), name) for name in names)), "")
 
     def request_s(self, size_bytes: int, *, kind: Kind = "write") -> float:
         """Return the time that a request with so many bytes has."""

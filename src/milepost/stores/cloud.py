@@ -16,7 +16,8 @@ again by the client, which holds their bytes. No request carries more than a pie
 time that its bytes may take: so a connection that stands still is noticed after the time of a
 piece, however large the object is, and sooner while reading.
 
-Together with ``clients.py`` the only module that imports obstore.
+Together with ``clients.py`` the only module that imports obstore. Uploads that have not ended are
+seen by another client; see ``unended.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ..errors import (
 )
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.layout import is_key
-from .base import Entries, Entry, Names
+from .base import BegunUpload, BegunUploads, Entries, Entry, Names
 from .bucket import BucketStore
 from .clients import Clients
 from .feed import BlockFeed
@@ -56,6 +57,7 @@ from .ranges import StreamReader
 from .refusals import UnknownAnswerError, typed_error
 from .streams import Begun, resumed
 from .tries import Tries
+from .unended import Unended
 
 __all__ = ["CloudStore"]
 
@@ -119,6 +121,7 @@ class CloudStore(BucketStore):
             silent_timeout_s=silent_timeout_s,
             slowest_bytes_s=slowest_bytes_s,
         )
+        self._unended = Unended(self._clients, self.url)
         self.traits = replace(
             self.traits,
             copies_itself=not self._clients.is_azure,
@@ -393,6 +396,23 @@ class CloudStore(BucketStore):
             errors=(obstore.exceptions.BaseError, OSError),
             name=self._name(key),
         )
+
+    def why_uploads_are_unseen(self) -> str:
+        """Return why uploads that have not ended cannot be shown, if they cannot."""
+        return self._unended.why_unseen()
+
+    def begun_uploads(self, start: str = "") -> BegunUploads:
+        """Return the uploads to keys that begin with ``start`` and have not ended."""
+        self._refuse_fork()
+        return self._unended.uploads().find(start)
+
+    def upload_written_s(self, upload: BegunUpload) -> float:
+        """Return when anything of an upload came last."""
+        return self._unended.uploads().written_s(upload)
+
+    def end_upload(self, upload: BegunUpload) -> None:
+        """Drop an upload with all of its parts; one that has ended is no error."""
+        self._unended.uploads().end(upload)
 
     def _probe_once(self) -> None:
         """Find out whether the place refuses to create what is there.

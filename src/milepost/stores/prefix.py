@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import final
 
+from ..errors import UsageError
 from ..format.layout import check_key
-from .base import Entry, Names, NamingStrangers, Reader, Store, Writer
+from .base import (
+    UNSEEN,
+    BegunUpload,
+    BegunUploads,
+    Entry,
+    Names,
+    NamingStrangers,
+    Reader,
+    ShowingUploads,
+    Store,
+    Writer,
+)
 
 __all__ = ["PrefixStore"]
 
@@ -100,6 +113,35 @@ class PrefixStore:
             return []
         removed: Names = sweep(max_age_s, self._folder(folder))
         return [path[len(self._prefix) + 1 :] for path in removed]
+
+    def why_uploads_are_unseen(self) -> str:
+        """Return why uploads that have not ended cannot be shown, if they cannot."""
+        if not isinstance(self._store, ShowingUploads):
+            return UNSEEN
+        return self._store.why_uploads_are_unseen()
+
+    def begun_uploads(self, start: str = "") -> BegunUploads:
+        """Return the uploads to keys that begin with ``start`` and have not ended."""
+        length = len(self._prefix) + 1
+        shown = self._showing().begun_uploads(f"{self._prefix}/{start}")
+        found = tuple(replace(one, key=one.key[length:]) for one in shown.found)
+        return replace(shown, found=found)
+
+    def upload_written_s(self, upload: BegunUpload) -> float:
+        """Return when anything of an upload came last."""
+        return self._showing().upload_written_s(self._below(upload))
+
+    def end_upload(self, upload: BegunUpload) -> None:
+        """Drop an upload with all of its parts."""
+        self._showing().end_upload(self._below(upload))
+
+    def _showing(self) -> ShowingUploads:
+        if not isinstance(self._store, ShowingUploads):
+            raise UsageError(f"{self._store!r} knows no uploads in parts.", path=self.url)
+        return self._store
+
+    def _below(self, upload: BegunUpload) -> BegunUpload:
+        return replace(upload, key=self._key(upload.key))
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{check_key(key, where=self.url)}"

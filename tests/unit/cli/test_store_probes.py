@@ -39,7 +39,7 @@ def test_a_place_in_order_passes_and_is_left_as_it_was():
     assert {status for status, _ in found.values()} == {"ok"}
     assert {
         *("list", "writable", "read", "replace", "list after write", "delete", "upload"),
-        *("exclusive create", "ranged read", "copy", "latency", "clock", "cut-off uploads"),
+        *("exclusive create", "ranged read", "copy", "latency", "clock"),
     } == set(found)
     assert [entry.key for entry in store.list()] == ["mine"]
 
@@ -72,7 +72,7 @@ def test_where_nothing_can_be_written_nothing_else_is_tried():
     """The one finding says it all."""
     found = looked(Odd(put=refuse))
     assert found["writable"][0] == "fail"
-    assert set(found) == {"list", "writable", "cut-off uploads"}
+    assert set(found) == {"list", "writable"}
 
 
 def test_a_place_that_creates_twice_is_for_one_writer():

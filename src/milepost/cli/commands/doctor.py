@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ...checkpoint import Run, run_store
+from ...errors import CheckpointError
 from ...stores.base import Store
 from ...stores.url import is_address, open_store
 from ..exits import Exit
@@ -13,6 +15,7 @@ from ..places import path_of
 from ..probes import FAIL, OK, WARN, Check, nearest_folder, probe_folder, probe_run, probe_versions
 from ..render import Column, count_text, print_json, print_table
 from ..store_probes import probe_store
+from ..upload_probe import probe_uploads
 
 __all__ = ["doctor"]
 
@@ -51,7 +54,17 @@ def _look(place: str) -> tuple[str, list[Check]]:
     store = _impatient(place.rstrip("/"))
     found = [*probe_versions(), *probe_store(store)]
     is_reached = all(one.status != FAIL for one in found if one.name in ("list", "read"))
-    return store.url, [*found, *(probe_run(store) if is_reached else [])]
+    return store.url, [*found, *(_look_at_run(store) if is_reached else [])]
+
+
+def _look_at_run(store: Store) -> list[Check]:
+    found = probe_run(store)
+    run = run_store(store)
+    try:
+        view = None if run is None else Run(run).view
+    except CheckpointError:
+        return found  # said there
+    return [*found, probe_uploads(run or store, view)]
 
 
 def _impatient(address: str) -> Store:

@@ -15,6 +15,7 @@ from ...runs.prune import prune as prune_run
 from ..exits import exit_of, tell
 from ..places import locate_run
 from ..render import Column, count_text, print_json, print_table, size_text
+from ..upload_probe import clean_uploads
 
 __all__ = ["prune"]
 
@@ -52,7 +53,8 @@ def prune(  # noqa: PLR0913 - one option for each policy
     """Delete the checkpoints that no policy keeps.
 
     What at least one policy keeps, stays. The newest and pinned ones always stay, and so does
-    everything that does not count; see milepost ls --all.
+    everything that does not count; see milepost ls --all. In S3, uploads of processes that have
+    ended are ended too.
     """
     policies = _policies(keep_last, keep_best or (), keep_every or (), keep_within)
     opened = locate_run(run)
@@ -65,8 +67,11 @@ def prune(  # noqa: PLR0913 - one option for each policy
     if is_going and opened.visible is not None:
         opened.visible.hide(victims)
     report = prune_run(opened.store, decisions) if is_going else PruneReport()
+    # What is asked about is deletion of checkpoints: these are none.
+    ended = clean_uploads(opened.store, opened.view, is_dry_run=dry_run, quiet=as_json)
     if as_json:
-        print_json(_record(policies, decisions, sizes, report, is_dry_run=dry_run))
+        record = _record(policies, decisions, sizes, report, is_dry_run=dry_run)
+        print_json({**record, "ended_uploads": ended})
     elif is_going:
         print(f"Deleted {len(report.deleted)}, {size_text(report.freed_bytes)}.")
     elif victims:
