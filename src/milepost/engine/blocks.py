@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,6 +60,9 @@ _STRAIGHT_BYTES = 256 * 1024
 _SAFE = "What was being loaded into is neither old nor new; load something else into it."
 
 Progress = Callable[[int], None]
+
+_Piece = Callable[[memoryview], None]
+"""A piece of work for one thread, called with memory for a block."""
 
 
 class _File:
@@ -213,32 +217,25 @@ class BlockReads:
         if not (is_local or store.traits.streams):
             at_once = _IN_FLIGHT_BYTES // (BLOCK_BYTES * self._num_together)
             num_threads = max(1, min(NUM_REQUESTS, at_once))
-        self._workers = Workers[tuple[_File, list[_Block]]](
-            "milepost-read", num_threads=num_threads
-        )
+        self._workers = Workers[_Piece]("milepost-read", num_threads=num_threads)
 
     def run(self, ranges: Mapping[str, Sequence[Range | Batch]]) -> None:
         """Fill the ranges of each file. All files are looked at before any byte is copied."""
         files: list[_File] = []
-        at_hand: list[tuple[_Block, memoryview]] = []
         num_bytes = 0
         try:
             found = {path: _by_block(wanted) for path, wanted in ranges.items()}
             num_together = self._num_asked_together(sum(map(len, found.values())))
             for path, blocks in found.items():
                 if path in self._firsts and blocks[0].number == 0:
-                    at_hand.append((blocks.pop(0), self._firsts.pop(path)))
+                    self._workers.put(partial(self._take, blocks.pop(0), self._firsts.pop(path)))
                 entry = self._manifest.file(path)
                 file = _File(self._store, self._key(path), entry, num_blocks=len(blocks))
                 files.append(file)
                 for together in _neighbours(blocks, at_most=num_together):
-                    self._workers.put((file, together))
+                    self._workers.put(partial(self._read, file, together))
                 num_bytes += sum(file.length_of(block.number) for block in blocks)
             self._look_at(files)
-            for block, data in at_hand:
-                block.fill(data, block.parts)
-                for listener in self._listeners:
-                    listener(len(data))
             if self._store.traits.is_local:
                 self._workers.run(self._work)
             else:
@@ -273,11 +270,16 @@ class BlockReads:
                 for looked in [pool.submit(look, number) for number in range(len(files))]:
                     looked.result()
 
-    def _work(self, pieces: Iterator[tuple[_File, list[_Block]]]) -> None:
+    def _work(self, pieces: Iterator[_Piece]) -> None:
         memory = memoryview(page_memory(BLOCK_BYTES))
         with torch.inference_mode(self._is_inference), torch.no_grad():
-            for file, blocks in pieces:
-                self._read(file, blocks, memory)
+            for piece in pieces:
+                piece(memory)
+
+    def _take(self, block: _Block, data: memoryview, _: memoryview) -> None:
+        """Copy a block that was read and checked before."""
+        self._fill(block, data, block.parts)
+        self._tell(len(data))
 
     def _read(self, file: _File, blocks: list[_Block], memory: memoryview) -> None:
         with file.reading(len(blocks)) as reader:
@@ -306,8 +308,11 @@ class BlockReads:
                         tensors=block.tensors,
                     )
                     self._fill(block, data, block.parts)
-                for listener in self._listeners:
-                    listener(len(data))
+                self._tell(len(data))
+
+    def _tell(self, num_bytes: int) -> None:
+        for listener in self._listeners:
+            listener(num_bytes)
 
     def _fill(self, block: _Block, data: memoryview, parts: Iterable[Range | Batch]) -> None:
         with self._workers.touching():

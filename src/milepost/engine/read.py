@@ -21,17 +21,17 @@ from ..collecting import no_collecting
 from ..errors import FormatError, MissingError
 from ..fetching import Fetching
 from ..format import canonical
-from ..format.digest import BLOCK_BYTES
+from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.header import StoredTensor, parse_header, parse_header_length
 from ..format.layout import INDEX, rank_index
 from ..format.manifest import FileEntry, Manifest, check_version
 from ..state.source import TensorInfo
-from ..stores.base import Reader, Store
+from ..stores.base import CachedReader, Reader, Store
 from ..stores.pages import page_memory
 from ..tensors.boxes import Box
 from ..tensors.flat import Run, pieces_of
 from .blocks import BlockReads, Progress
-from .checks import check_size, read_block
+from .checks import check_size, read_again, read_block
 from .parts import PartTable
 from .pieces import Cut, StoredWhole, cuts, read_rows
 from .ranges import Batch, Range, batches_of, is_small_whole, ranges_of
@@ -314,7 +314,7 @@ class CheckpointSource:
                 block += 1
         finally:
             reader.close()
-        if not self._store.traits.is_local and len(self._firsts) < _MAX_FIRSTS:
+        if len(self._firsts) < _MAX_FIRSTS:
             self._firsts[file] = first  # with the header come tensors: they are not fetched twice
         return parse_header(bytes(header), size_bytes=entry.size_bytes, where=where)
 
@@ -368,5 +368,10 @@ def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> m
     if length <= 0:
         raise FormatError(f"The header of {where} goes past the end of the file.", path=where)
     data = memoryview(page_memory(length))[:length]
-    read_block(reader, entry, block, data, where=where)
+    if isinstance(reader, CachedReader) and reader.is_cached(start, length):
+        reader.copy_into(start, data)
+        if crc32c(data) != entry.crcs[block]:
+            read_again(reader, entry, block, data, where=where)
+    else:
+        read_block(reader, entry, block, data, where=where)
     return data

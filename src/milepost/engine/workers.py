@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["Workers"]
 
@@ -24,6 +24,21 @@ _STILL_S = 60.0
 _log = logging.getLogger("milepost")
 
 Piece = TypeVar("Piece")
+
+
+class _Touching(AbstractContextManager[None]):
+    """What :meth:`Workers.touching` returns: no generator, for there is one for each half MiB."""
+
+    __slots__ = ("_workers",)
+
+    def __init__(self, workers: Workers[Any]) -> None:
+        self._workers = workers
+
+    def __enter__(self) -> None:
+        self._workers.begin()
+
+    def __exit__(self, *error: object) -> None:
+        self._workers.end()
 
 
 class _StoppedError(Exception):
@@ -47,8 +62,9 @@ class Workers(Generic[Piece]):
         self._num_threads = num_threads
         self._queue: SimpleQueue[Piece] = SimpleQueue()
         self._error: BaseException | None = None
+        self._lock = threading.RLock()
         self._touching: set[int] = set()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(self._lock)
 
     def put(self, piece: Piece) -> None:
         """Add a piece of work, before they begin."""
@@ -82,19 +98,22 @@ class Workers(Generic[Piece]):
             self._wait_until_still()
             raise self._error
 
-    @contextmanager
-    def touching(self) -> Iterator[None]:
+    def touching(self) -> AbstractContextManager[None]:
         """Do what must not happen after :meth:`run`; never begins after an error."""
-        me = threading.get_ident()
-        with self._changed:
+        return _Touching(self)
+
+    def begin(self) -> None:
+        """Enter :meth:`touching`."""
+        with self._lock:
             if self._error is not None:
                 raise _StoppedError
-            self._touching.add(me)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._touching.discard(me)
+            self._touching.add(threading.get_ident())
+
+    def end(self) -> None:
+        """Leave :meth:`touching`."""
+        with self._lock:
+            self._touching.discard(threading.get_ident())
+            if self._error is not None:
                 self._changed.notify_all()
 
     def _work(self, work: Callable[[Iterator[Piece]], None]) -> None:

@@ -145,7 +145,8 @@ def test_what_is_cached_is_copied_straight_into_place(new_lab, tmp_path, state):
     calls = read(store, into)
     assert same(into, state)
     assert {name for name, _, _ in calls} == {"copy_into"}
-    assert sum(length for _, _, length in calls) == (tmp_path / FILE).stat().st_size
+    size = (tmp_path / FILE).stat().st_size
+    assert sum(length for _, _, length in calls) == size - BLOCK_BYTES  # one came with the header
     assert max(length for _, _, length in calls) <= 512 * 1024
     assert len({offset for _, offset, _ in calls}) == len(calls)
 
@@ -163,7 +164,7 @@ def test_what_is_not_cached_is_read_past_the_cache(new_lab, tmp_path, state):
     calls = read(store, into)
     assert same(into, state)
     blocks = {offset // BLOCK_BYTES for name, offset, _ in calls if name == "read_into"}
-    assert blocks >= set(range(last))
+    assert blocks >= set(range(1, last))  # the first came with the header
     again = [reader.is_cached(n * BLOCK_BYTES, BLOCK_BYTES // 2) for n in range(last)]
     reader.close()
     assert not any(again)
@@ -297,3 +298,19 @@ def test_large_new_tensors_lie_on_huge_pages(new_lab):
             flags = line
     assert " hg " in flags + " "
     assert bool((loaded == 1).all())
+
+
+def test_a_header_that_is_cached_costs_no_request_to_the_disk(new_lab, tmp_path, state, caplog):
+    """The block it is in is checked and read again past the cache only if it must be; used once."""
+    new_lab(LocalStore(tmp_path)).save("a", {"model": state})
+    for lies, expected in (({}, 0), ({12_345: 1}, 1)):
+        warm(tmp_path / FILE)
+        store, into = SpyStore(LocalStore(tmp_path), dict(lies)), empty(state)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "milepost"):
+            source = Checkpoint(store, "a").source()
+            source.read([("model", key, live) for key, live in into.items()])
+        assert same(into, state)
+        assert ("came damaged" in caplog.text) == bool(lies)
+        firsts = [name for name, offset, _ in store.calls if offset < BLOCK_BYTES]
+        assert firsts == ["copy_into"] + ["read_into"] * expected
