@@ -193,6 +193,13 @@ def test_reading_names_of_the_torch_free_half_loads_no_torch():
     assert "torch" not in left["modules"]
 
 
+def test_training_loads_the_metrics_of_nobody():
+    """The library of metrics takes as long to load as torch; most trainings have a loss alone."""
+    left = loaded_by("import milepost as mp; mp.Trainer, mp.Evaluator('all', [])")
+    assert "torch" in left["modules"]
+    assert "torchmetrics" not in left["modules"]
+
+
 def test_types_are_shipped_and_the_version_is_one():
     """Type checkers look for the marker; the installed metadata must match the code."""
     assert (ROOT / "py.typed").is_file()

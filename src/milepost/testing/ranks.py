@@ -1,11 +1,12 @@
-"""Several ranks on one machine, for tests: each a process of its own in one gloo group."""
+"""Several ranks on one machine, for tests: each a process of its own in one gloo group.
+
+They are forked from processes that have loaded torch, which takes a new one seconds.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 from ..errors import DeadlineError
 from ..launch.environment import HeldPort
+from .forking import Forked, forker_of
 
 __all__ = ["RankResult", "Ranks", "run_ranks"]
 
@@ -66,10 +68,10 @@ class Ranks:
         script = Path(self._folder.name) / "rank.py"
         script.write_text(source)
         self._port = HeldPort()
-        self.processes: list[subprocess.Popen[str]] = []
-        self._logs: list[Path] = []
-        for rank in range(num_ranks):
-            log = Path(self._folder.name) / f"rank-{rank}.log"
+        self._processes: list[Forked] = []
+        self._logs = [Path(self._folder.name) / f"rank-{rank}.log" for rank in range(num_ranks)]
+        forkers = [forker_of(rank) for rank in range(num_ranks)]
+        for rank, forker in enumerate(forkers):
             variables = {
                 **os.environ,
                 "RANK": str(rank),
@@ -80,17 +82,7 @@ class Ranks:
                 "OMP_NUM_THREADS": "1",
                 **(env or {}),
             }
-            with log.open("w") as stream:
-                self.processes.append(
-                    subprocess.Popen(  # noqa: S603 - our own source
-                        [sys.executable, str(script)],
-                        env=variables,
-                        stdout=stream,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
-                )
-            self._logs.append(log)
+            self._processes.append(forker.start(script, env=variables, log=self._logs[rank]))
 
     def wait(self, timeout_s: float = 120.0) -> list[RankResult]:
         """Wait for all ranks to end; at the deadline they are killed.
@@ -100,23 +92,23 @@ class Ranks:
         """
         deadline_s = time.monotonic() + timeout_s
         try:
-            for process in self.processes:
-                process.wait(max(0.1, deadline_s - time.monotonic()))
-            return [self._result(rank) for rank in range(len(self.processes))]
-        except subprocess.TimeoutExpired:
-            for process in self.processes:
+            codes = [
+                process.wait(max(0.1, deadline_s - time.monotonic())) for process in self._processes
+            ]
+            return [self._result(rank, code) for rank, code in enumerate(codes)]
+        except DeadlineError:
+            for process in self._processes:
                 process.kill()
-                process.wait()
             said = "\n".join(f"rank {n}:\n{log.read_text()}" for n, log in enumerate(self._logs))
             raise DeadlineError(f"The ranks did not end within {timeout_s:g} s:\n{said}") from None
         finally:
             self._port.close()
             self._folder.cleanup()
 
-    def _result(self, rank: int) -> RankResult:
+    def _result(self, rank: int, code: int) -> RankResult:
         given = Path(self._folder.name) / f"rank-{rank}.json"
         values = json.loads(given.read_text()) if given.exists() else {}
-        return RankResult(self.processes[rank].returncode, self._logs[rank].read_text(), values)
+        return RankResult(code, self._logs[rank].read_text(), values)
 
 
 def run_ranks(

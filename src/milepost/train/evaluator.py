@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import DataLoader
-from torchmetrics import Metric, MetricCollection
 
 from ..errors import DuplicateNameError, UsageError
 from ..progress.schedule import check_given
@@ -16,14 +15,15 @@ from .metrics import Metrics
 
 if TYPE_CHECKING:
     import torch
+    from torchmetrics import Metric, MetricCollection
+
+    MetricSpec: TypeAlias = Metric | MetricCollection | Sequence[Metric] | None
 
 __all__ = ["Evaluator", "as_evaluators", "metric_names"]
 
 TRAIN_LABEL = "train"
 LOSS = "Loss"
 """Name of the mean loss, which is computed where an evaluator has no metrics."""
-
-MetricSpec = Metric | MetricCollection | Sequence[Metric] | None
 
 
 class Evaluator:

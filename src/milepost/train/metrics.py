@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torchmetrics import Metric, MetricCollection
 
 from ..errors import DuplicateNameError, UsageError
 from .parallel import device_of
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
 
 __all__ = ["Metrics", "scalar_metrics", "training_metrics"]
 
@@ -131,6 +133,9 @@ def scalar_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]
 def _by_name(metrics: Metric | MetricCollection | Iterable[Metric] | None) -> dict[str, Metric]:
     if metrics is None:
         return {}
+    # Only now: it takes a second or two, and most of what it loads with it nobody here uses.
+    from torchmetrics import Metric, MetricCollection
+
     if isinstance(metrics, Metric):
         metrics = [metrics]
     if isinstance(metrics, MetricCollection):

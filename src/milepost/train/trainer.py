@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 import torch
@@ -27,7 +27,7 @@ from .algorithm import Algorithm
 from .callback import Callback
 from .dispatch import Dispatch
 from .evaluating import Evaluation, EvaluationCutOff
-from .evaluator import MetricSpec, as_evaluators, metric_names
+from .evaluator import as_evaluators, metric_names
 from .events import Event
 from .group import Group
 from .loading import ObjectStore, Place
@@ -49,6 +49,9 @@ from .state import State
 from .step import TrainStep
 from .stopping import Stopping
 from .tally import Tally
+
+if TYPE_CHECKING:
+    from .evaluator import MetricSpec
 
 __all__ = ["Trainer"]
 
