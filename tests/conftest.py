@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,11 @@ settings.register_profile(
 )
 settings.register_profile("campaign", parent=settings.get_profile("quick"), max_examples=1_000)
 settings.load_profile("campaign" if os.environ.get("MILEPOST_CAMPAIGN") else "quick")
+
+# A shell has what it starts in the background ignore interrupts, and that is inherited for ever:
+# what tests start and interrupt would go on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
