@@ -31,6 +31,10 @@ settings.load_profile("campaign" if os.environ.get("MILEPOST_CAMPAIGN") else "qu
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# torch asks the name server for the name of each address that it connects to, that of this machine
+# included. One that loses a question of many holds up a rank for five seconds unless told so.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 def pytest_report_header() -> str:
     """Name the versions that a failure may depend on."""
