@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 
@@ -10,7 +11,10 @@ import torch
 from torch import nn
 
 import milepost as mp
+from milepost.format.digest import BLOCK_BYTES
 from milepost.stores.cloud import CloudStore
+from milepost.stores.pages import page_memory
+from milepost.testing import read_key
 from milepost.testing.proxy import FaultProxy, Request, fault_proxy
 
 from ..servers import KEY, SECRET, Server
@@ -108,6 +112,29 @@ def test_what_cannot_be_copied_is_sent_again(
     assert not [one for one in proxy.seen if "x-amz-copy-source" in one.headers]
     assert sent_bytes(proxy.seen, frozen) == store.head(f"a/{frozen}").size_bytes
     assert mp.open_run(store).get("b").verify("full").is_good
+
+
+def test_memory_that_stays_goes_in_larger_pieces(
+    proxy: FaultProxy, store: CloudStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer requests cost a service less; but copies that are under way must not take more."""
+    monkeypatch.setattr("milepost.stores.cloud._PIECES_AT_LEAST", 1)
+    size = 2 * BLOCK_BYTES + 5
+    memory = memoryview(page_memory(size))[:size]
+    memory[:] = random.Random(8).randbytes(size)
+    for name, is_lasting in (("lasting", True), ("copied", False)):
+        proxy.seen.clear()
+        writer = store.create_writer(name, size)
+        write = writer.refer_at if is_lasting else writer.write_at
+        for start in range(0, size, BLOCK_BYTES):
+            write(start, memory[start : start + BLOCK_BYTES])
+        writer.close()
+        parts = [one for one in proxy.seen if one.method == "PUT" and is_of(one, name)]
+        sizes = [
+            int({k.lower(): v for k, v in one.headers.items()}["content-length"]) for one in parts
+        ]
+        assert sorted(sizes) == ([5, 2 * BLOCK_BYTES] if is_lasting else [5, *[BLOCK_BYTES] * 2])
+        assert read_key(store, name) == memory
 
 
 def test_weights_alone_cost_their_own_bytes(proxy: FaultProxy, store: CloudStore) -> None:

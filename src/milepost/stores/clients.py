@@ -29,7 +29,7 @@ __all__ = ["Clients"]
 Kind = Literal["read", "write", "upload", "copy"]
 
 _CONNECT_S = 10
-_SIZES = (1024 * 1024, BLOCK_BYTES, 8 * BLOCK_BYTES, 64 * BLOCK_BYTES, 512 * BLOCK_BYTES)
+_SIZES = (1024 * 1024, *(n * BLOCK_BYTES for n in (1, 2, 8, 64, 512)))
 _COPY_SILENT, _COPY_FASTER = 3, 500
 """Of the times of other requests: 60 s, and as long as the bytes take at 50 MB/s."""
 

@@ -23,6 +23,7 @@ seen by another client; see ``unended.py``.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -79,6 +80,10 @@ _STREAMED_BYTES = 1024 * 1024
 _RETRIES = 12
 _RETRY_TIMEOUT_S = 120.0
 _MAX_COPY_BYTES = 5 * 1024**3
+_PIECES_AT_LEAST, _PIECE_BLOCKS = 16, 2
+"""From 256 MiB on two blocks a piece. Each request costs a service some work beside its bytes, and
+a wait for its answer; but a connection that stands still is noticed after the time of a piece."""
+
 _UPLOADS_AT_ONCE = 8
 """Pieces of one object on their way. One connection to S3 takes about 100 MB/s."""
 
@@ -327,7 +332,9 @@ class CloudStore(BucketStore):
     def upload(self, key: str, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
         """Upload an object in several pieces; one of that name is replaced."""
         self._check(key)
-        client, mark = self._clients.get("upload", _piece_bytes(size_bytes)), secrets.token_hex(16)
+        is_lasting = isinstance(pieces, BlockFeed) and pieces.begins_lasting()
+        piece_bytes = _piece_bytes(size_bytes, is_lasting=is_lasting)
+        client, mark = self._clients.get("upload", piece_bytes), secrets.token_hex(16)
         taken_bytes = 0
 
         def paced() -> Iterator[bytes | memoryview]:
@@ -354,10 +361,11 @@ class CloudStore(BucketStore):
                     paced(),
                     attributes={_MARK: mark},
                     use_multipart=True,
-                    chunk_size=_piece_bytes(size_bytes),
+                    chunk_size=piece_bytes,
                     max_concurrency=_UPLOADS_AT_ONCE,
                 ),
                 max_retries=1,
+                timeout_s=math.inf,  # each piece has its time, and there may be many
                 may_repeat=may_repeat,
             )
         except StorageError:
@@ -492,6 +500,7 @@ class CloudStore(BucketStore):
         request: Callable[[], T],
         *,
         max_retries: int | None = None,
+        timeout_s: float | None = None,
         may_repeat: Callable[[CheckpointError], bool] = lambda _: True,
     ) -> T:
         """Send a request until it is answered; see ``tries.py``."""
@@ -510,18 +519,31 @@ class CloudStore(BucketStore):
                 tries=tries,
             )
 
-        answer = self._tries.run(request, explain, max_retries=max_retries, may_repeat=may_repeat)
+        answer = self._tries.run(
+            request,
+            explain,
+            max_retries=max_retries,
+            timeout_s=timeout_s,
+            may_repeat=may_repeat,
+        )
         self._is_bucket_known = True
         return answer
 
     def _wait_s(self, size_bytes: int) -> float:
-        request_s = self._clients.request_s(_piece_bytes(size_bytes))
+        request_s = self._clients.request_s(_piece_bytes(size_bytes, is_lasting=True))
         return 2 * self._retry_timeout_s + (_UPLOADS_AT_ONCE + 2) * request_s
 
 
-def _piece_bytes(size_bytes: int) -> int:
-    # Whole blocks, so that the client sends each from where it is.
-    return BLOCK_BYTES * max(1, -(-size_bytes // (BLOCK_BYTES * _MAX_PIECES)))
+def _piece_bytes(size_bytes: int, *, is_lasting: bool) -> int:
+    """Return how much of an object one request carries: whole blocks, sent from where they are.
+
+    Args:
+        size_bytes: The object's size.
+        is_lasting: Whether nothing is copied to be sent, so that pieces under way take no memory.
+    """
+    at_most = size_bytes // _PIECES_AT_LEAST if is_lasting else 0
+    blocks = min(at_most // BLOCK_BYTES, _PIECE_BLOCKS)
+    return BLOCK_BYTES * max(1, blocks, -(-size_bytes // (BLOCK_BYTES * _MAX_PIECES)))
 
 
 def _checked(meta: Any) -> Any:

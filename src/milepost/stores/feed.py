@@ -125,6 +125,15 @@ class BlockFeed:
                 self._state.notify_all()
             yield piece
 
+    def begins_lasting(self) -> bool:
+        """Wait for the first block; return whether it stays as it is until the upload has ended."""
+        with self._state:
+            self._state.wait_for(
+                lambda: self._brought or not self._are_all_lasting or self._is_over(),
+                self._timeout_s,
+            )
+            return self._are_all_lasting and bool(self._brought)
+
     def begin_again(self) -> bool:
         """Let the next upload begin with the first block, if every block so far is still there.
 

@@ -61,6 +61,7 @@ class Tries:
         explain: Callable[[Exception, int], CheckpointError],
         *,
         max_retries: int | None = None,
+        timeout_s: float | None = None,
         may_repeat: Callable[[CheckpointError], bool] = lambda _: True,
     ) -> T:
         """Return what a request returns.
@@ -69,6 +70,7 @@ class Tries:
             request: Sends it once. Errors of this library that it raises go on as they are.
             explain: Returns the error to raise for what the client raised, and the number of tries.
             max_retries: How often it is tried again, if not as often as others.
+            timeout_s: How long after the first try another may begin, if not as for others.
             may_repeat: Whether it can be sent again after an error.
 
         Raises:
@@ -76,7 +78,7 @@ class Tries:
             CheckpointError: What ``explain`` has made of the last try.
         """
         pace = self._pace
-        deadline_s = pace.clock() + self._timeout_s
+        deadline_s = pace.clock() + (self._timeout_s if timeout_s is None else timeout_s)
         limit = self._max_retries if max_retries is None else max_retries
         number, num_harmed = 0, 0
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 
@@ -115,6 +116,24 @@ def test_no_try_begins_after_the_deadline(pace, time):
         tries(pace, max_retries=99, timeout_s=7).run(request, explain)
     assert time.now_s <= 107
     assert caught.value.facts["tries"] == len(calls) > 3
+
+
+def test_what_takes_long_by_itself_may_begin_again_late(pace, time):
+    """An upload of many pieces is refused after minutes; each of its requests has its own time."""
+    calls: list[int] = []
+
+    def upload() -> str:
+        calls.append(1)
+        time.now_s += 1000.0
+        if len(calls) == 1:
+            raise RefusedError(500)
+        return "answer"
+
+    assert tries(pace).run(upload, explain, timeout_s=math.inf) == "answer"
+    calls.clear()
+    with pytest.raises(StorageError):
+        tries(pace).run(upload, explain)
+    assert calls == [1]
 
 
 def test_a_place_that_never_answered_is_given_up_sooner(pace, time):
