@@ -32,5 +32,5 @@ LAST_SAVE = "the last save of a training, or one that is only for a look"
 BY_HAND = "a save by hand, after which something else than an optimizer may write"
 SEVERAL_RANKS = 'several ranks, which copy late only with staging="overlap"'
 WRITTEN_TO = "something wrote to the state while an earlier save was copied"
-FORBIDDEN = "the system forbids process_vm_readv"
+FORBIDDEN = "the system forbids process_vm_writev"
 NOTHING_LARGE = "no optimizer has a tensor of 64 KiB or more"

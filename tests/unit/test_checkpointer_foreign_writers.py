@@ -160,7 +160,7 @@ def test_without_a_safe_way_to_read_everything_is_copied_at_once(
             model[1].weight.zero_()
         assert_saved(pending.wait(30), before)
         assert pending.stats["late_bytes"] == 0
-        assert "process_vm_readv" in pending.stats["eager_reason"]
+        assert "process_vm_writev" in pending.stats["eager_reason"]
         assert not go.is_set()
 
 
