@@ -151,12 +151,14 @@ class Saves:
                 notes=(*self._exactness_notes(), *notes),
                 interval={} if self.pacing is None else self.pacing.record,
             )
+            is_last = is_final or reason in _LAST
             is_waited_for = wait or not self._is_async
             pending = self._begin(
                 request,
                 rng=rng or before,
+                is_waited_for=is_waited_for or is_last,
                 eager_reason=LAST_SAVE
-                if is_final or reason in _LAST
+                if is_last
                 else self._writer.eager_reason(
                     is_step_next=is_step_next, is_waited_for=is_waited_for
                 ),
@@ -194,7 +196,7 @@ class Saves:
             time=self._timer.snapshot(),
             metrics={},
         )
-        pending = self._begin(request, extra=extra)
+        pending = self._begin(request, extra=extra, is_waited_for=True)
         if wait:
             pending.wait()
         return pending
@@ -259,6 +261,7 @@ class Saves:
         rng: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         eager_reason: str = LAST_SAVE,
+        is_waited_for: bool = False,
     ) -> PendingSave[Checkpoint]:
         started_s = time.perf_counter()
         owned: Late | None = None
@@ -273,7 +276,12 @@ class Saves:
             raise
         capture_s = time.perf_counter() - started_s
         self.last = self._writer.save(
-            items, request, owned=owned, eager_reason=eager_reason, capture_s=capture_s
+            items,
+            request,
+            owned=owned,
+            eager_reason=eager_reason,
+            is_waited_for=is_waited_for,
+            capture_s=capture_s,
         )
         return self.last
 

@@ -245,6 +245,7 @@ class RunWriter:
         *,
         owned: Late | None = None,
         eager_reason: str = "",
+        is_waited_for: bool = False,
         capture_s: float = 0.0,
     ) -> PendingSave[Checkpoint]:
         """Save a state; see ``Saver.save``. Errors of earlier saves come out here."""
@@ -257,14 +258,21 @@ class RunWriter:
         self.settle()  # how the save before has ended may say what may be copied late
         if self._is_wary and owned is not None:
             owned, eager_reason = None, WRITTEN_TO
-        pending = self._saver.save(
-            items,
-            request,
-            owned=owned,
-            eager_reason=eager_reason,
-            capture_s=capture_s,
-            waited_s=waited_s,
-        )
+        try:
+            pending = self._saver.save(
+                items,
+                request,
+                owned=owned,
+                eager_reason=eager_reason,
+                is_waited_for=is_waited_for,
+                capture_s=capture_s,
+                waited_s=waited_s,
+            )
+        except BaseException:
+            begun = self._saver.in_flight
+            if begun is not None and begun not in self._unsettled:  # its thread still is at it
+                self._unsettled.append(begun)
+            raise
         self._unsettled.append(pending)
         if self.team.rank == 0:
             pending.when_done(partial(self._log_cost, pending))

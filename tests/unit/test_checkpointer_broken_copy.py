@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import milepost as mp
 from milepost.collecting import no_collecting
-from milepost.engine import barrier, commits, copying
+from milepost.engine import barrier, commits, filled
 from milepost.engine.copying import Copy, LateTensor
 
 SIZE = 256  # 256 KiB a matrix
@@ -188,8 +188,8 @@ def test_who_waits_for_a_copy_is_told_that_it_goes_on_no_more(
     monkeypatch: pytest.MonkeyPatch, held: Held
 ) -> None:
     """A training that hangs in the step of an optimizer tells nobody why."""
-    monkeypatch.setattr(copying, "_SLICE_S", 0.01)
-    monkeypatch.setattr(copying, "_STALLED_S", 0.05)
+    monkeypatch.setattr(filled, "_SLICE_S", 0.01)
+    monkeypatch.setattr(filled, "_STALLED_S", 0.05)
     lost = new_copy()
     lost._thread = threading.Thread(target=str)
     lost._thread.start()

@@ -19,7 +19,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import milepost as mp
-from milepost.engine.stage import Stager
+from milepost.engine import filling
 from milepost.runs import State
 from milepost.testing.asserts import assert_equal_states
 
@@ -70,24 +70,25 @@ def test_a_loop_of_ones_own_stores_the_present_random_state_after_a_resume(tmp_p
     assert_equal_states(go("straight", [9]), go("broken", [3, 3, 3]))
 
 
+@pytest.mark.parametrize("wait", [False, True])
 def test_a_save_after_an_interrupted_copy_holds_the_present_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
     """A frozen part that was copied before the interruption is not that of the last checkpoint."""
     teacher, student = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
     run = mp.Checkpointer(tmp_path, teacher=teacher, student=student).open()
     run.save(wait=True)
     teacher.weight.data.fill_(7.0)
-    stage_part = Stager._stage_part
+    copy_rest = filling._copy_rest
 
-    def interrupted(self: Stager, part: Any, *more: Any) -> Any:
-        if part.item == "student":
+    def interrupted(fill: Any, *more: Any) -> Any:
+        if fill.part.item == "student":
             raise KeyboardInterrupt
-        return stage_part(self, part, *more)
+        return copy_rest(fill, *more)
 
-    monkeypatch.setattr(Stager, "_stage_part", interrupted)
+    monkeypatch.setattr(filling, "_copy_rest", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run.save()
+        run.save(wait=wait)
     monkeypatch.undo()
     checkpoint = run.save("after").wait()
     run.close()

@@ -56,7 +56,7 @@ class Arena:
             self._new_map(num_bytes)
             self._populate(0, num_bytes)
             return True
-        if is_first:
+        if is_first and self._map is not None:
             self._settle_on(num_bytes)
         return False
 

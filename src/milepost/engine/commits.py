@@ -32,8 +32,8 @@ from ..tensors.unpack import unpack_item
 from ..version import __version__
 from ..visible import SUFFIXES
 from .arena import Arena
-from .copying import Copy
 from .documents import TreeTexts, documents, layout_state, places
+from .filled import Filled
 from .gathered import Gathered, describe, gathered, serve
 from .joining import join_trees
 from .links import Links
@@ -79,19 +79,21 @@ class Work:
         attempt: Number of the attempt.
         staged: What lies in the arena.
         copy: How far it has come to lie there; ``None``: all of it does.
+        is_copied_here: Whether the thread that saves copies it, and waits until that is done.
         trees: The tree of each item.
         stats: What the save cost so far; more is added.
         layout: ``milepost`` or ``torch``.
         on_claim: Called with the folder, once it is known.
         share: What this rank contributes, of several.
         is_joined: Whether the leader writes whole tensors for all.
-        began_s: When the state was staged, by ``time.perf_counter``.
+        began_s: When the save began, by ``time.perf_counter``.
     """
 
     request: SaveRequest
     attempt: int
     staged: Sequence[StagedPart] = ()
-    copy: Copy | None = None
+    copy: Filled | None = None
+    is_copied_here: bool = False
     trees: Mapping[str, Any] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
     layout: str
@@ -111,13 +113,17 @@ class Work:
             self.copy.require(None if num_bytes is None else start_bytes + num_bytes)
 
     def confirm_copy(self) -> None:
-        """Make sure that what was copied late is the state at the moment of the save.
+        """Make sure that what was copied is the state at the moment of the save.
 
         Raises:
-            StateChangedError: It is not.
+            BaseException: It is not, or was not copied.
         """
         if self.copy is not None:
             self.copy.confirm()
+            if self.is_copied_here:
+                self.stats["stage_s"] += self.copy.copy_s
+                self.stats["blocking_s"] += self.copy.copy_s
+                return
             self.stats["copy_s"] = self.copy.copy_s
             self.stats["barrier_s"] = self.copy.waited_s
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, DeadlineError, StateChangedError
+from ..errors import StateChangedError
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..staging import CopyCheck
 from ..state.batch_in_hand import version_of
 from ..tensors.memory import host_bytes
+from .filled import Filled
 from .peek import peek
 
 __all__ = ["Copy", "LateTensor"]
@@ -44,10 +45,6 @@ _RUN_BYTES = 64
 _STRIDE_BYTES = 7919 * _RUN_BYTES
 """How far apart the samples of one save and of the next are."""
 _SHOWN = 8
-_SLICE_S = 1.0
-"""How often who waits looks whether there still is a thread that copies."""
-_STALLED_S = 600.0
-"""How long one waits while not a single piece is copied."""
 
 Bytes = np.ndarray[Any, Any]
 
@@ -134,38 +131,22 @@ class LateTensor:
         return version_of(self.tensor) != self.version or not self.is_in_place
 
 
-class Copy:
-    """The copy of one state into the arena, as far as it has come.
+class Copy(Filled):
+    """The copy of one state into the arena, as far as it has come, by a thread of its own.
 
     Args:
         tensors: What is still to be copied, in the order of the arena; everything else is there.
         end_bytes: Where the state ends in the arena.
-
-    Attributes:
-        copy_s: Seconds that it took.
-        waited_s: Seconds that the training waited for it.
     """
 
     def __init__(self, tensors: Sequence[LateTensor], *, end_bytes: int) -> None:
+        super().__init__(
+            start_bytes=tensors[0].start_bytes if tensors else end_bytes, end_bytes=end_bytes
+        )
         self.num_bytes = sum(one.num_bytes for one in tensors)
-        self.copy_s = 0.0
-        self.waited_s = 0.0
         self._tensors = tensors
-        self._end_bytes = end_bytes
-        self._changed = threading.Condition()
-        self._reached_bytes = tensors[0].start_bytes if tensors else end_bytes
-        self._is_over = not tensors
+        self._is_over = not tensors  # also where they are empty
         self._is_settled = not tensors
-        self._error: BaseException | None = None
-        self._stopped: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._begins = threading.Lock()  # taken, for good, by who has the right to say it is over
-        self._pid = os.getpid()
-
-    @property
-    def is_late(self) -> bool:
-        """Return whether it was begun to go on after the save has returned."""
-        return self.num_bytes > 0
 
     def start(self) -> None:
         """Copy in a thread of its own, if there is anything left to copy."""
@@ -192,10 +173,7 @@ class Copy:
         with self._changed:
             if self._is_over:
                 return
-            self._stopped = self._stopped or error
-        if self._begins.acquire(blocking=False):
-            self._end(error)  # it was not started, or not yet, and copies nothing any more
-        self._wait(None)
+        super().stop(error)
         with self._changed:
             self._is_settled, self._tensors = True, ()
 
@@ -211,27 +189,9 @@ class Copy:
         Raises:
             DeadlineError: It did not end in time, or is stuck.
         """
-        if os.getpid() != self._pid:
-            return  # a forked child has no thread that could end it, and no save that needs it
-        if not self._is_over:
-            started_s = time.perf_counter()
-            self._wait(timeout_s)
-            self.waited_s += time.perf_counter() - started_s
-        self._look()
-
-    def require(self, stop_bytes: int | None = None) -> None:
-        """Wait until everything below a place in the arena is there.
-
-        Args:
-            stop_bytes: The place; ``None`` for all of the state.
-
-        Raises:
-            BaseException: What ended the copy before.
-        """
-        stop = self._end_bytes if stop_bytes is None else stop_bytes
-        self._wait_for(lambda: self._is_over or self._reached_bytes >= stop, None)
-        if self._error is not None:
-            raise self._error
+        super().settle(timeout_s)
+        if os.getpid() == self._pid:
+            self._look()
 
     def confirm(self) -> None:
         """Make sure that what was copied is the state at the moment of the save.
@@ -272,62 +232,6 @@ class Copy:
             raise _state_changed([one.name])
         self._reach(one.start_bytes + size)
 
-    def _reach(self, stop_bytes: int) -> None:
-        with self._changed:
-            self._reached_bytes = stop_bytes
-            self._changed.notify_all()
-        self._require_wanted()
-
-    def _require_wanted(self) -> None:
-        if self._stopped is not None:
-            raise _StoppedError
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._error = error
-            self._is_over = True
-            self._reached_bytes = self._end_bytes
-            self._changed.notify_all()
-
-    def _wait(self, timeout_s: float | None) -> None:
-        self._wait_for(lambda: self._is_over, timeout_s)
-
-    def _wait_for(self, is_there: Callable[[], bool], timeout_s: float | None) -> None:
-        """Wait for something, for as long as the copy goes on.
-
-        Args:
-            is_there: Whether it is there.
-            timeout_s: How long to wait at most, in seconds.
-
-        Raises:
-            DeadlineError: It did not come in time, or nothing at all was copied for a long time.
-        """
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        reached_bytes, stalled_s = -1, 0.0
-        with self._changed:
-            while not is_there():
-                slice_s = _SLICE_S if until_s is None else min(_SLICE_S, until_s - time.monotonic())
-                if slice_s <= 0:
-                    raise _not_copied(f"within {timeout_s:g} s")
-                # A process that was held meanwhile has not waited: slices count, not the clock.
-                stalled_s = stalled_s + slice_s if self._reached_bytes == reached_bytes else 0.0
-                reached_bytes = self._reached_bytes
-                if stalled_s > _STALLED_S:
-                    raise _not_copied(f"and nothing more of it for {_STALLED_S:g} s")
-                if not self._changed.wait(slice_s) and self._is_lost:
-                    self._end(
-                        CheckpointError(
-                            "The thread that copies the state ended before the state was copied.",
-                            safe="Nothing was committed; earlier checkpoints are intact.",
-                        )
-                    )
-
-    @property
-    def _is_lost(self) -> bool:
-        """Return whether nobody is left who could end it."""
-        thread = self._thread
-        return thread is not None and thread.ident is not None and not thread.is_alive()
-
     def _look(self) -> None:
         """Look at all counters, once, and let go of the tensors."""
         with self._changed:
@@ -353,18 +257,6 @@ def _mark(data: Bytes, check: CopyCheck, shift: int) -> bytes:
     step = max(_RUN_BYTES, data.nbytes // _RUNS)
     start = shift * _STRIDE_BYTES % step
     return b"".join(data[at : at + _RUN_BYTES].tobytes() for at in range(start, data.nbytes, step))
-
-
-class _StoppedError(Exception):
-    """Leads the thread that copies out of what it is at, for ``Copy.stop``."""
-
-
-def _not_copied(how: str) -> DeadlineError:
-    return DeadlineError(
-        f"The state was not copied {how}.",
-        safe="The copy goes on; earlier checkpoints are intact.",
-        hint="Change nothing of the state before the copy is done.",
-    )
 
 
 def _state_changed(names: Sequence[str]) -> StateChangedError:

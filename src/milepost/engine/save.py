@@ -9,6 +9,9 @@
                                           publish the manifest
                                           after the commit: pointers, retention
 
+A save that is waited for is handed to the background first, and its blocks are written as soon as
+the caller's thread has copied them: see ``filling.py``.
+
 What optimizers own may be copied by a thread of its own while training goes on; an optimizer that
 is about to step waits for it: see ``copying.py`` and ``barrier.py``.
 
@@ -40,13 +43,13 @@ from ..tensors.pack import PackedItem
 from .arena import Arena
 from .barrier import Barrier
 from .commits import Committer, SaveRequest, Work
-from .copying import Copy
+from .filled import Filled
 from .links import Links
 from .pending import PendingSave
 from .plan import Plan, make_plan
 from .sameness import Marks, mark
 from .shares import own_share
-from .stage import StagedPart, Stager, why_not_late
+from .stage import Stager, Staging, why_not_late
 from .together import Share
 
 __all__ = ["SaveRequest", "Saver"]
@@ -121,7 +124,7 @@ class Saver(Generic[T]):
         self._attempt = 0
         self._pid = os.getpid()
         self._current: PendingSave[T] | None = None
-        self._copy: Copy | None = None
+        self._copy: Filled | None = None
         self._fenced: FencedError | None = None
 
     @property
@@ -137,6 +140,7 @@ class Saver(Generic[T]):
         *,
         owned: Late | None = None,
         eager_reason: str = "",
+        is_waited_for: bool = False,
         capture_s: float = 0.0,
         waited_s: float = 0.0,
     ) -> PendingSave[T]:
@@ -149,9 +153,12 @@ class Saver(Generic[T]):
             owned: What of the state may be copied while the training goes on, until an optimizer
                 is about to step; ``None``: nothing.
             eager_reason: Why it is nothing, for the record.
+            is_waited_for: Whether the caller goes on only when it is committed. Then it is written
+                while it is copied, which ends it sooner and holds up the copy.
             waited_s: The seconds that were waited for the save before already.
 
         Raises:
+            BaseException: What went wrong with the copy. Nothing is committed then.
             FencedError: A newer session owns the run.
             DeadlineError: The save before does not end.
         """
@@ -168,17 +175,21 @@ class Saver(Generic[T]):
         planned_s = time.perf_counter() - started_s - waited_s
         marks = self._marks(whole, request.name)
         marked_s = time.perf_counter() - started_s - waited_s - planned_s
-        staged, copy = self._stage(self._plan, items, owned)
+        staging = self._stage(self._plan, items, owned)
+        is_awaited = is_waited_for and not staging.late.is_late
+        copy: Filled = staging.filling if is_awaited else staging.late
         self._copy = copy
+        pending: PendingSave[T] | None = None
         try:
-            if copy.is_late and owned is not None:
-                self._barrier.hold(copy, owned.modules)
-            copy.start()
+            if not is_awaited:
+                self._fill(staging)
+            if staging.late.is_late and owned is not None:
+                self._barrier.hold(staging.late, owned.modules)
+            staging.late.start()
             staged_s = time.perf_counter() - started_s
-            unchanged = sum(part.plan.size_bytes for part in staged if part.is_unchanged)
             stats: dict[str, Any] = {
                 "state_bytes": self._plan.size_bytes,
-                "unchanged_bytes": unchanged,
+                "unchanged_bytes": staging.unchanged_bytes,
                 "capture_s": capture_s,
                 "wait_s": waited_s,
                 "plan_s": planned_s,
@@ -190,24 +201,27 @@ class Saver(Generic[T]):
             reason = eager_reason if owned is None else why_not_late(owned, copy)
             if reason:
                 stats["eager_reason"] = reason
-            share = None
-            if self._team is not None:
-                said = self._said(request)
-                share = Share.of(whole, items, name=request.name, said=said, marks=marks)
-            return self._begin(
+            pending = self._begin(
                 request,
-                staged=staged,
+                staged=staging.parts,
                 copy=copy,
+                is_copied_here=is_awaited,
                 trees={item.name: item.tree for item in items},
                 stats=stats,
                 layout=layout,
-                share=share,
+                share=self._share(whole, items, request, marks),
                 is_joined=is_joined,
+                began_s=started_s - capture_s,
             )
+            if is_awaited:
+                staging.filling.run(is_awaited=True)
         except BaseException as error:
             # Nobody will commit it, and an optimizer that is about to step must not wait for it.
             copy.stop(error)
+            if pending is not None:
+                pending.was_reported = True  # by the error itself
             raise
+        return pending
 
     def wait_until_free(self) -> None:
         """Wait until the save before has ended and nothing writes to the arena for it.
@@ -251,21 +265,43 @@ class Saver(Generic[T]):
         if self._fenced is not None:
             raise self._fenced
 
-    def _stage(
-        self, plan: Plan, items: Sequence[PackedItem], owned: Late | None
-    ) -> tuple[list[StagedPart], Copy]:
-        """Copy the state into the arena, and note what earlier checkpoints have otherwise."""
+    def _stage(self, plan: Plan, items: Sequence[PackedItem], owned: Late | None) -> Staging:
+        """Find out what has to be copied, and note what earlier checkpoints have otherwise."""
         try:
-            staged, copy = self._stager.stage(plan, items, owned=owned, check=self._copy_check)
+            staging = self._stager.begin(plan, items, owned=owned, check=self._copy_check)
         except BaseException:
-            # What the arena holds now belongs to no checkpoint: nothing may be linked for it.
-            self._stager.forget()
-            self._links.forget_all()
+            self._forget()
             raise
-        for part in staged:
+        for part in staging.parts:
             if not part.is_unchanged:
                 self._links.forget(part.plan.file)
-        return staged, copy
+        return staging
+
+    def _fill(self, staging: Staging) -> None:
+        """Copy what the caller's thread copies, before anything is written."""
+        try:
+            staging.filling.run(is_awaited=False)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """Link nothing of what the arena holds: it belongs to no checkpoint."""
+        self._stager.forget()
+        self._links.forget_all()
+
+    def _share(
+        self,
+        whole: Sequence[PackedItem],
+        items: Sequence[PackedItem],
+        request: SaveRequest,
+        marks: Marks,
+    ) -> Share | None:
+        """Return what this rank contributes, of several."""
+        if self._team is None:
+            return None
+        said = self._said(request)
+        return Share.of(whole, items, name=request.name, said=said, marks=marks)
 
     def _marks(self, whole: Sequence[PackedItem], name: str) -> Marks:
         """Take checksums of what this rank shares with others."""
@@ -347,7 +383,7 @@ class Saver(Generic[T]):
             committed_s = time.perf_counter()
             late = {
                 "commit_s": work.stats["commit_s"],
-                "durable_s": work.stats["blocking_s"] + committed_s - work.began_s,
+                "durable_s": committed_s - work.began_s,
             }
             pending.stats = work.stats
             work.stats.update(late)

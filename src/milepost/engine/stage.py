@@ -1,10 +1,8 @@
 """Staging: one copy of the state from live memory into the arena.
 
-When :meth:`Stager.stage` returns, the caller may change every tensor but those that are to be
-copied late: see ``copying.py``. Views of the arena are made once for a plan. Large tensors on the
-host are copied one by one by the plain memory copy of the system, which does not wait for a team of
-threads; all others in one call for a part, however many there are. Both release the interpreter
-lock.
+Frozen parts are compared first, and what is left to copy is said: what the caller's thread copies
+(see ``filling.py``), and what is copied late (see ``copying.py``). Views of the arena are made once
+for a plan. Small tensors are copied in one call for a block, however many there are.
 """
 
 from __future__ import annotations
@@ -12,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..staging import FORBIDDEN, NOTHING_LARGE, CopyCheck
 from ..state.owned import Late
-from ..tensors.memory import host_bytes
 from ..tensors.pack import PackedItem
 from .arena import Arena
 from .comparing import same_bytes
 from .copying import Copy, LateTensor
+from .filled import Filled
+from .filling import Block, Filling, PartFill, blocks_of, is_plain
 from .peek import can_peek
 from .plan import PartPlan, Plan
 
-__all__ = ["StagedPart", "Stager", "why_not_late"]
+__all__ = ["StagedPart", "Stager", "Staging", "why_not_late"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,26 @@ class StagedPart:
     is_unchanged: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A state on its way into the arena.
+
+    Attributes:
+        parts: The parts in the order of the plan.
+        filling: What the caller's thread is to copy.
+        late: What is copied by a thread of its own, after that.
+    """
+
+    parts: list[StagedPart]
+    filling: Filling
+    late: Copy
+
+    @property
+    def unchanged_bytes(self) -> int:
+        """Return the bytes of the parts that are not copied."""
+        return sum(part.plan.size_bytes for part in self.parts if part.is_unchanged)
+
+
 class Stager:
     """Copies states of one structure into an arena.
 
@@ -53,28 +71,33 @@ class Stager:
         self.arena = arena
         self._plan: Plan | None = None
         self._views: dict[str, list[Tensor]] = {}
+        self._blocks: dict[str, tuple[Block, ...]] = {}
         self._held: set[str] = set()
         self._num_stagings = 0
 
-    def stage(
+    def stage(self, plan: Plan, items: Sequence[PackedItem]) -> list[StagedPart]:
+        """Copy all of a state; see :meth:`begin`."""
+        staging = self.begin(plan, items)
+        staging.filling.run(is_awaited=False)
+        return staging.parts
+
+    def begin(
         self,
         plan: Plan,
         items: Sequence[PackedItem],
         *,
         owned: Late | None = None,
         check: CopyCheck = "sample",
-    ) -> tuple[list[StagedPart], Copy]:
-        """Copy the state.
+    ) -> Staging:
+        """Find out what has to be copied of a state, and where it goes.
+
+        Frozen parts are compared with what the arena holds of them, byte for byte.
 
         Args:
             plan: Its layout.
             items: The state, with live tensors.
             owned: What may be copied later; ``None``: nothing.
             check: How that is watched until it is copied.
-
-        Returns:
-            The parts in the order of the plan, and what is left to copy. Frozen parts are compared
-            with what the arena holds of them, byte for byte, and only copied when they differ.
         """
         self._num_stagings += 1
         owned = owned if can_peek() else None
@@ -82,27 +105,53 @@ class Stager:
         if replaced or plan is not self._plan:
             self._lay_out(plan)
         by_name = {item.name: item for item in items}
-        staged = []
+        parts: list[StagedPart] = []
+        fills: list[PartFill] = []
         late: list[LateTensor] = []
         with torch.no_grad():
             for part in plan.parts:
                 tensors = by_name[part.item].tensors
                 sources = [tensors[index] for index in part.leaves]
-                late_ones: set[int] = set()
+                left_out: set[int] = set()
                 if owned is not None and not part.is_frozen:
                     large = ((index, sources[index]) for index in part.large)
-                    late_ones.update(i for i, one in large if _is_plain(one) and one in owned)
-                late += self._note_late(part, sources, late_ones, check)
-                staged.append(self._stage_part(part, sources, late_ones))
-        _synchronize(items)
-        return staged, Copy(late, end_bytes=plan.arena_bytes)
+                    left_out.update(i for i, one in large if is_plain(one) and one in owned)
+                late += self._note_late(part, sources, left_out, check)
+                destinations = self._destinations(part, sources)
+                is_held = part.is_frozen and part.file in self._held
+                if is_held:
+                    left_out.update(_unchanged(destinations, sources))
+                is_unchanged = is_held and len(left_out) == len(sources)
+                parts.append(StagedPart(part, is_unchanged=is_unchanged))
+                if not is_unchanged:
+                    fills.append(self._fill(part, sources, destinations, left_out))
+        filling = Filling(self.arena, fills, end_bytes=plan.arena_bytes)
+        return Staging(parts, filling, Copy(late, end_bytes=plan.arena_bytes))
+
+    def _fill(
+        self,
+        part: PartPlan,
+        sources: list[Tensor],
+        destinations: list[Tensor],
+        left_out: set[int],
+    ) -> PartFill:
+        self._held.discard(part.file)  # until it is copied
+        blocks = self._blocks.get(part.file)
+        if blocks is None:
+            blocks = self._blocks[part.file] = blocks_of(part)
+
+        def hold() -> None:
+            if part.is_frozen:
+                self._held.add(part.file)
+
+        return PartFill(part, blocks, sources, destinations, left_out, hold)
 
     def forget(self) -> None:
         """Treat every frozen part as changed at the next staging."""
         self._held.clear()
 
     def _lay_out(self, plan: Plan) -> None:
-        self._plan, self._views = plan, {}
+        self._plan, self._views, self._blocks = plan, {}, {}
         self._held.clear()
         for part in plan.parts:
             header = self.arena.view(part.arena_start, part.arena_start + len(part.header))
@@ -145,51 +194,15 @@ class Stager:
             )
         return found
 
-    def _stage_part(self, part: PartPlan, sources: list[Tensor], late: set[int]) -> StagedPart:
-        destinations = self._destinations(part, sources)
-        if part.is_frozen and part.file in self._held:
-            changed = [
-                (destination, source)
-                for destination, source in zip(destinations, sources, strict=True)
-                if not same_bytes(destination, source)
-            ]
-            for destination, source in changed:
-                destination.copy_(source)
-            return StagedPart(part, is_unchanged=not changed)
-        by_itself = {i for i in part.large if i not in late and _is_plain(sources[i])}
-        for index in sorted(by_itself):
-            np.copyto(host_bytes(destinations[index]), host_bytes(sources[index]))
-        together: Sequence[int] = range(len(sources))
-        if part.large:
-            together = [i for i in together if i not in by_itself and i not in late]
-        if together:
-            torch._foreach_copy_(
-                [destinations[i] for i in together],
-                [sources[i] for i in together],
-                non_blocking=True,
-            )
-        if part.is_frozen:
-            self._held.add(part.file)
-        return StagedPart(part, is_unchanged=False)
 
-
-def why_not_late(owned: Late, copy: Copy) -> str:
+def why_not_late(owned: Late, copy: Filled) -> str:
     """Return why nothing is copied late, or not all that optimizers have; else nothing."""
     if not can_peek():
         return FORBIDDEN
     return owned.reason or ("" if copy.is_late else NOTHING_LARGE)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the bytes of a tensor lie in the host's memory as they do in a part."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_inference():
-        return False
-    return not (tensor.is_conj() or tensor.is_neg())
-
-
-def _synchronize(items: Sequence[PackedItem]) -> None:
-    """Wait for copies from accelerators, which return before they are done."""
-    devices = {tensor.device for item in items for tensor in item.tensors}
-    for device in devices:
-        if device.type != "cpu":
-            getattr(torch, device.type).synchronize(device)
+def _unchanged(staged: Sequence[Tensor], live: Sequence[Tensor]) -> set[int]:
+    """Return which tensors the arena has as they are."""
+    pairs = enumerate(zip(staged, live, strict=True))
+    return {index for index, (one, other) in pairs if same_bytes(one, other)}

@@ -25,10 +25,17 @@ class Lab:
             store, self.session, on_commit=lambda manifest: manifest, **options
         )
 
-    def begin(self, name: str, items: dict[str, Any], *, frozen: dict[str, Any] | None = None):
+    def begin(
+        self,
+        name: str,
+        items: dict[str, Any],
+        *,
+        frozen: dict[str, Any] | None = None,
+        **options: Any,
+    ):
         frozen = frozen or {}
         packed = [pack_item(n, v, frozen=frozen.get(n, ())) for n, v in items.items()]
-        return self.saver.save(packed, SaveRequest(name=name, reason="manual"))
+        return self.saver.save(packed, SaveRequest(name=name, reason="manual"), **options)
 
     def save(self, name: str, items: dict[str, Any], **options: Any) -> Checkpoint:
         return Checkpoint(self.store, self.begin(name, items, **options).wait(30).name)
