@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -45,6 +46,9 @@ from .visible import check_compression
 __all__ = ["Covers", "Opened", "Opening", "Restore", "Resume", "WriterOptions"]
 
 _log = logging.getLogger("milepost")
+
+_MAX_SKEW_S = 60.0
+"""How far the clocks of a service may be apart: commits of the last minute are read again."""
 
 Resume = Literal["never", "auto", "must"]
 
@@ -163,6 +167,7 @@ class Opening:
         self._manifests = manifests
         self._notes: list[str] = []
         self._view: RunView | None = None
+        self._looked_s = 0.0
 
     def open(
         self,
@@ -213,8 +218,18 @@ class Opening:
         )
         session = open_session(self.store, record)
         self._manifests.clear()  # what to go on from is chosen by what is there now
+        if not self.store.traits.is_local:
+            self._manifests.trust_noted(self._looked_from_s(session))
         self._view = scan(self.store, self._manifests)
         return asdict(session)
+
+    def _looked_from_s(self, session: Session) -> float:
+        """Return a time before the first look, by the clock of the store."""
+        try:
+            opened_s = self.store.head(session_key(session.number)).modified_s
+        except MissingError:
+            return 0.0  # said when all ranks look for it
+        return opened_s - (time.monotonic() - self._looked_s) - _MAX_SKEW_S
 
     def _see(self, session: Session) -> None:
         """Make sure that this rank sees the very place that the leader writes to."""
@@ -241,8 +256,9 @@ class Opening:
         return asdict(settled)
 
     def _look(self) -> RunView | None:
+        self._looked_s = time.monotonic()
         try:
-            return scan(self.store)
+            return scan(self.store, notes=self._manifests)
         except MissingError:
             return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -78,8 +79,8 @@ def test_a_run_is_listed_by_its_folders_and_one_read_each(
     assert [one.metrics.get("loss", 1.0) for one in found] == [float(n + 1) for n in range(count)]
     seen = Counter(map(kind_of, proxy.seen))
     assert seen.pop("GET manifest.json") == count
-    # Besides the folders, the sessions and the validations are listed.
-    assert seen.pop("list") == pages(count) + 2
+    # Besides the folders, the sessions are listed; there are no pins and no validations.
+    assert seen.pop("list") == pages(count) + 1
     # Which of two places the run is in, what run it is, and the two records of its session.
     assert seen == {
         "HEAD run.json": 1,
@@ -91,11 +92,39 @@ def test_a_run_is_listed_by_its_folders_and_one_read_each(
     proxy.seen.clear()
     listed = CliRunner().invoke(app, ["ls", place])
     assert listed.exit_code == 0, listed.output
-    assert sum("list-type=2" in one.path for one in proxy.seen) == pages(count) + 2
-    assert len(proxy.seen) <= count + pages(count) + 6
+    assert sum("list-type=2" in one.path for one in proxy.seen) == pages(count) + 1
+    assert len(proxy.seen) <= count + pages(count) + 5
 
     pin(moto.open(prefix), "ba7", "why")
     assert [one.is_pinned for one in mp.open_run(place).view.found].index(True) == 6
+
+
+def test_a_resume_reads_each_commit_once(
+    proxy: FaultProxy, moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it looks before it takes the run and after: an object with an old time is the same."""
+    prefix = "listing/resume"
+    place = f"{moto.url}/{prefix}"
+    fill(moto.open(prefix), place, 12)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+
+    def read_for_a_start(newest: str) -> Counter[str]:
+        proxy.seen.clear()
+        with mp.Checkpointer(place, model=torch.nn.Linear(1, 1)) as run:
+            assert run.resumed_from == newest
+        reads = (
+            one.path.partition("?")[0].split("/")[-2:] for one in proxy.seen if one.method == "GET"
+        )
+        return Counter(name for name, file in reads if file == "manifest.json")
+
+    # A moment old, they might have been replaced between the two looks.
+    assert set(read_for_a_start("ba12").values()) >= {2}
+    monkeypatch.setattr("milepost.opening._MAX_SKEW_S", 0.0)
+    time.sleep(1.1)  # times are whole seconds
+    reads = read_for_a_start("ba12")
+    # The newest is read again where its files are compared with it.
+    assert set(reads) == {f"ba{number}" for number in range(1, 13)}
+    assert {count for name, count in reads.items() if name != "ba12"} == {1}
 
 
 def test_looks_of_a_writer_do_not_read_what_it_knows(

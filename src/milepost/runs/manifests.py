@@ -14,8 +14,12 @@ store's clock, does no harm:
 - Deletion reads the commit again and goes by its write id, see ``runs/erase.py``; so does
   verification, before the newest checkpoint is taken for whole.
 
-Nothing is remembered beyond the process, and what a session goes on from is chosen from commits
-that were all read after it was opened.
+Nothing is remembered beyond the process. What a session goes on from is chosen from what the store
+shows after it was opened; a commit that was read just before, in the look that comes first, is read
+once more only if it may be another by then. In a bucket an object stays what it is for as long as
+its time stays the same: so one that is shown then with a time long before that look was the same in
+it, see :meth:`ManifestCache.trust_noted`. A file system keeps no such promise, for times can be set
+there: nothing is noted of it.
 """
 
 from __future__ import annotations
@@ -64,6 +68,8 @@ class ManifestCache:
         self._size_bytes = 0
         self._lock = Lock()
         self._known: dict[str, tuple[Entry, Manifest]] = {}
+        self._noted: dict[str, Manifest] = {}
+        self._noted_from_s: float | None = None
         self.verdicts: VerdictCache = {}
         self.sessions: SessionCache = {}
 
@@ -84,13 +90,29 @@ class ManifestCache:
         if known is not None and known[0] == entry:
             return known[1]
         self.forget(name)
-        manifest = read_manifest(store, name)
+        noted = self._noted.pop(name, None)
+        # A place that tells no times says 0.
+        is_same = 0 < entry.modified_s < (self._noted_from_s or 0.0)
+        manifest = noted if noted is not None and is_same else read_manifest(store, name)
         with self._lock:
             is_room = self._size_bytes + entry.size_bytes <= self._max_bytes
             if is_room and name not in self._known:
                 self._known[name] = (entry, manifest)
                 self._size_bytes += entry.size_bytes
         return manifest
+
+    def note(self, name: str, manifest: Manifest) -> None:
+        """Keep a commit that was read without a look at its entry, until it is known whether to."""
+        self._noted[name] = manifest
+
+    def trust_noted(self, from_s: float) -> None:
+        """Give out what was noted, where the store shows that it is still the same.
+
+        Args:
+            from_s: A time by the store's clock before which nothing was noted. What is older than
+                that was the same object when it was read.
+        """
+        self._noted_from_s = from_s
 
     def forget(self, name: str) -> None:
         """Read the commit of a checkpoint anew the next time. Call it after committing one."""
@@ -100,13 +122,15 @@ class ManifestCache:
                 self._size_bytes -= known[0].size_bytes
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything but what was noted."""
         self.forget_others(())
         self.verdicts.clear()
         self.sessions.clear()
 
     def forget_others(self, names: Collection[str]) -> None:
-        """Forget every checkpoint but those of these names."""
+        """Forget all checkpoints but those of these names, and what was noted and not needed."""
+        if self._noted_from_s is not None:
+            self._noted.clear()
         with self._lock:
             others = self._known.keys() - names
         for name in others:

@@ -104,7 +104,9 @@ def number_of(value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def scan(store: Store, cache: ManifestCache | None = None) -> RunView:
+def scan(
+    store: Store, cache: ManifestCache | None = None, *, notes: ManifestCache | None = None
+) -> RunView:
     """Look at a run.
 
     Folders that Milepost did not make are left out. Checkpoint folders without a ``run.json``
@@ -114,6 +116,7 @@ def scan(store: Store, cache: ManifestCache | None = None) -> RunView:
         store: The run's store.
         cache: What the caller remembers of it from earlier looks. By default nothing: that is for
             those who look once, and delete nothing.
+        notes: Without a cache: where the commits that are read are noted for the next look.
 
     Raises:
         MissingError: There is no run and no checkpoint.
@@ -122,7 +125,7 @@ def scan(store: Store, cache: ManifestCache | None = None) -> RunView:
             it is taken for damaged.
     """
     for _ in range(_LOOKS):
-        view, unknown = _look_once(store, cache)
+        view, unknown = _look_once(store, cache, notes)
         if not unknown:
             return view
         # A session that settled and published while we looked is as yet unknown to us. One that
@@ -137,15 +140,19 @@ def scan(store: Store, cache: ManifestCache | None = None) -> RunView:
     )
 
 
-def _look_once(store: Store, cache: ManifestCache | None) -> tuple[RunView, set[int]]:
+def _look_once(
+    store: Store, cache: ManifestCache | None, notes: ManifestCache | None
+) -> tuple[RunView, set[int]]:
     """Return a run, and the sessions that published and of which it is not known from where."""
     # The order matters for a session that looks for what to go on from: see runs/sessions.py.
     sessions = tuple(list_sessions(store, None if cache is None else cache.sessions))
-    found, pins = survey(store, cache)
-    # After the commits, so that one that was to be validated is not seen without its request.
-    found = _with_validations(
-        found, list_validations(store, None if cache is None else cache.verdicts)
-    )
+    seen = survey(store, cache, notes=notes)
+    found, pins = seen.found, seen.pins
+    if seen.has_validations:
+        # After the commits, so that one whose verdict is read has been seen.
+        found = _with_validations(
+            found, list_validations(store, None if cache is None else cache.verdicts)
+        )
     try:
         run = read_run(store)
     except MissingError:

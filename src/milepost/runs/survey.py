@@ -37,6 +37,7 @@ from ..format.layout import (
     DIAGNOSTIC_FOLDERS,
     MANIFEST,
     PINS,
+    VALIDATIONS,
     check_name,
 )
 from ..format.manifest import Manifest
@@ -48,7 +49,7 @@ from .parallel import each
 from .pins import list_pins
 from .validations import Validation
 
-__all__ = ["Found", "State", "survey"]
+__all__ = ["Found", "State", "Survey", "survey"]
 
 _MAX_RECORD_BYTES = 1024 * 1024
 
@@ -123,12 +124,31 @@ class Found:
         return (0, self.session, self.attempt, self.name)
 
 
-def survey(store: Store, cache: ManifestCache | None) -> tuple[list[Found], dict[str, str]]:
-    """Look at every folder of a run; return what is ours, and the notes of the pins by name.
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was seen of a run.
+
+    Attributes:
+        found: Every folder that is ours.
+        pins: The notes of the pins by name.
+        has_validations: Whether there may be records of validations: a listing of the folders has
+            not shown that there are none.
+    """
+
+    found: list[Found]
+    pins: dict[str, str]
+    has_validations: bool
+
+
+def survey(
+    store: Store, cache: ManifestCache | None, *, notes: ManifestCache | None = None
+) -> Survey:
+    """Look at every folder of a run.
 
     Args:
         store: The run's store.
         cache: What the caller remembers of it; ``None`` if nothing, also not for the next time.
+        notes: Where the commits that are read without a cache are noted.
     """
     listed: Mapping[str, Entry | None]
     if store.traits.is_local or cache is None:
@@ -136,21 +156,22 @@ def survey(store: Store, cache: ManifestCache | None) -> tuple[list[Found], dict
         names = _candidates(store, top)
         listed = dict.fromkeys(names)
         has_pins = store.traits.is_local or PINS in top
+        has_validations = store.traits.is_local or VALIDATIONS in top
     else:
         listed = _list_commits(store)
-        names, has_pins = list(listed), True
+        names, has_pins, has_validations = list(listed), True, True
     pins = list_pins(store) if has_pins else {}
     is_brief = cache is None and not store.traits.is_local
     known = cache or ManifestCache()
 
     def look(name: str) -> Found | None:
         if is_brief:
-            return _look_briefly(store, name, pins)
+            return _look_briefly(store, name, pins, notes)
         return _look(store, name, pins, known, listed[name])
 
     found = [one for one in each(store, look, names) if one is not None]
     known.forget_others(set(names))
-    return found, pins
+    return Survey(found, pins, has_validations)
 
 
 def _list_commits(store: Store) -> dict[str, Entry | None]:
@@ -205,7 +226,9 @@ def _look(
     return _with_commit(name, manifest, is_pinned=name in pins, is_deleting=is_deleting)
 
 
-def _look_briefly(store: Store, name: str, pins: Mapping[str, str]) -> Found | None:
+def _look_briefly(
+    store: Store, name: str, pins: Mapping[str, str], notes: ManifestCache | None
+) -> Found | None:
     """Do the same by a single request, where there is a commit."""
     try:
         manifest = read_manifest(store, name)
@@ -213,6 +236,8 @@ def _look_briefly(store: Store, name: str, pins: Mapping[str, str]) -> Found | N
         return _look_uncommitted(store, name, is_pinned=name in pins)
     except (FormatError, StorageError) as error:
         return _damaged(store, name, error, is_pinned=name in pins)
+    if notes is not None:
+        notes.note(name, manifest)
     return _with_commit(name, manifest, is_pinned=name in pins, is_deleting=False)
 
 

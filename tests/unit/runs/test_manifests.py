@@ -279,3 +279,41 @@ def num_read(store: MemoryStore, cache: ManifestCache) -> int:
     counting = FaultStore(store)
     scan(counting, cache)
     return len(reads(counting))
+
+
+@pytest.mark.parametrize("store", ["listed"], indirect=True)
+def test_what_was_noted_counts_only_if_it_must_be_the_same(store, clock, begin, save):
+    """An object with a time from before the look was that one in it; any other is read again."""
+    session = begin(store)
+    for number, name in enumerate(("ep1", "ep2", "ep3", "ep4"), start=1):
+        save(store, session, name, number, metrics={"loss": float(number)})
+        clock.now_s += 10
+    looked_s = clock.now_s
+    cache = ManifestCache()
+    assert losses(scan(store, notes=cache)) == {"ep1": 1.0, "ep2": 2.0, "ep3": 3.0, "ep4": 4.0}
+    clock.now_s += 1
+    replace_commit(store, session, save, "ep2", attempt=5, loss=5.0)
+    delete_checkpoint(store, "ep3")
+    cache.trust_noted(looked_s)
+    counted = FaultStore(store)
+    expected = {"ep1": 1.0, "ep2": 5.0, "ep4": 4.0}
+    assert losses(scan(counted, cache)) == expected
+    assert reads(counted) == ["ep2/manifest.json"]
+    # What was noted is given out once; from then on it is remembered like everything else.
+    clock.now_s = looked_s - 15
+    replace_commit(store, session, save, "ep1", attempt=6, loss=6.0)
+    assert losses(scan(counted, cache)) == {**expected, "ep1": 6.0}
+
+
+@pytest.mark.parametrize("store", ["listed"], indirect=True)
+@pytest.mark.parametrize("from_s", [None, 1000.0, 0.0])
+def test_a_time_that_says_nothing_is_not_trusted(store, clock, begin, save, from_s):
+    """Of the very moment of the look, of a place that knows no times, or without a time to ask."""
+    save(store, begin(store), "ep1", 1)
+    cache = ManifestCache()
+    scan(store, notes=cache)
+    if from_s is not None:
+        cache.trust_noted(from_s)
+    counted = FaultStore(store)
+    scan(counted, cache)
+    assert reads(counted) == ["ep1/manifest.json"]
