@@ -31,6 +31,7 @@ from .state.owned import Late
 from .state.rng import capture_rng
 from .state.tracked import Tracked, check_item_names
 from .state.transient import TransientBuffers
+from .state.walks import walked_once
 from .tensors.pack import PackedItem, pack_item
 from .writer import RunWriter
 
@@ -266,11 +267,12 @@ class Saves:
         started_s = time.perf_counter()
         owned: Late | None = None
         try:
-            items = self._capture(rng=rng, extra=extra or {})
-            if not eager_reason:
-                # With "overlap" it was promised that whoever writes waits.
-                is_promised = self._writer.options.staging == "overlap"
-                owned = self._tracked.owned(with_embeddings=is_promised)
+            with walked_once():
+                items = self._capture(rng=rng, extra=extra or {})
+                if not eager_reason:
+                    # With "overlap" it was promised that whoever writes waits.
+                    is_promised = self._writer.options.staging == "overlap"
+                    owned = self._tracked.owned(with_embeddings=is_promised)
         except BaseException as error:
             self._writer.fail(request.name, error)
             raise

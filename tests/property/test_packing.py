@@ -41,6 +41,11 @@ def new_state():
             x={"step": torch.tensor(3.0), "m": torch.ones(4), "n": 3},
             y={"step": torch.tensor(4.0), "m": torch.ones(4), "n": 4},
         ),
+        "rows": {
+            "x": {"step": torch.tensor(1.0), "m": torch.ones(4), "v": torch.zeros(4)},
+            "y": {"step": torch.tensor(1.0), "m": torch.ones(2), "v": torch.zeros(2)},
+            "z": {"step": torch.tensor(1.0)},
+        },
         "groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["x", "y"]}],
         "by number": {0: torch.ones(2), 1: {"z": [torch.ones(1), torch.zeros(2)]}},
         "plain": {"count": 1, "flag": True, "zero": 0.0, "dtype": torch.float32, "none": None},
@@ -128,6 +133,27 @@ CHANGES = {
     "a count of another kind": lambda s: s["state"]["x"].update(n=30.0),
     "another dtype by name": lambda s: s["plain"].update(dtype=torch.float16),
     "a tensor among tuples": lambda s: s["groups"][0].update(betas=(torch.ones(1), 0.9)),
+    "a row more": lambda s: s["rows"].update(u={"m": torch.ones(1)}),
+    "a row less": lambda s: s["rows"].pop("y", None),
+    "a row of another name": lambda s: rekey(s["rows"], "y", "yy"),
+    "a row by number": lambda s: rekey(s["rows"], "y", 1),
+    "an empty row": lambda s: s["rows"]["z"].clear(),
+    "no row": lambda s: s["rows"].update(z=None),
+    "a list for a row": lambda s: s["rows"].update(z=[torch.ones(1)]),
+    "an ordered row": lambda s: s["rows"].update(y=OrderedDict(s["rows"]["y"])),
+    "a row of a text of its own class": lambda s: rekey(s["rows"]["x"], "m", Text("m")),
+    "another order in a row": lambda s: s["rows"]["x"].update(m=s["rows"]["x"].pop("m")),
+    "moved to the next row": lambda s: s["rows"]["y"].update(v2=s["rows"]["x"].pop("v")),
+    "a number in a row": lambda s: s["rows"]["x"].update(step=3),
+    "rows in another order": lambda s: s["rows"].update(x=s["rows"].pop("x")),
+    "rows in an ordered dict": lambda s: s.update(rows=OrderedDict(s["rows"])),
+    "rows tied": lambda s: s["rows"]["y"].update(step=s["rows"]["x"]["step"]),
+    "other memory in all rows": lambda s: s.update(
+        rows={k: {n: v.clone() for n, v in r.items()} for k, r in s["rows"].items()}
+    ),
+    "one element in another stride": lambda s: s["rows"]["x"].update(
+        m=torch.ones(4, 9)[:, 3].view(4), step=s["rows"]["x"]["step"].as_strided((), ())
+    ),
     "values without a place": lambda s: s["model"].update(c=torch.ones(2, device="meta")),
     "nothing at all": lambda s: None,
 }
@@ -147,7 +173,7 @@ def outcome(pack):
             one.resolve_neg().resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
             if one.numel()
             else [],
-            (one.requires_grad, one.is_conj(), one.is_neg()),
+            (one.is_conj(), one.is_neg()),
         )
         for one in item.tensors
     ]

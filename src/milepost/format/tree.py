@@ -62,6 +62,7 @@ MAX_DEPTH = 100
 """Deepest nesting that is stored or read."""
 
 _MAX_DECIMAL_BITS = 2048
+_AS_THEY_ARE = frozenset({type(None), bool, str})
 
 Path = tuple[Any, ...]
 Sink = Callable[[Path, Any], Any]
@@ -157,14 +158,14 @@ def _encode(value: Any, sink: Sink | None, path: Path, depth: int) -> Any:
             path=path_text(path),
         )
     kind = type(value)
-    if value is None or kind is bool or kind is str:
+    if kind in _AS_THEY_ARE:
         return value
     if kind is int:
         return _int(value)
     if kind is float:
         return _float(value)
     if kind is list:
-        return [_encode(v, sink, (*path, i), depth + 1) for i, v in enumerate(value)]
+        return _encode_list(value, sink, path, depth)
     if kind is dict:
         if all(type(key) is str for key in value) and "$" not in value:
             return {k: _encode(v, sink, (*path, k), depth + 1) for k, v in value.items()}
@@ -174,6 +175,12 @@ def _encode(value: Any, sink: Sink | None, path: Path, depth: int) -> Any:
         if tag is not None:
             return tag
     return _encode_rare(value, sink, path, depth)
+
+
+def _encode_list(value: list[Any], sink: Sink | None, path: Path, depth: int) -> list[Any]:
+    if depth < MAX_DEPTH and _AS_THEY_ARE.issuperset(map(type, value)):
+        return list(value)  # such as the names of all parameters
+    return [_encode(v, sink, (*path, i), depth + 1) for i, v in enumerate(value)]
 
 
 def _int(value: int) -> Any:

@@ -31,6 +31,7 @@ __all__ = [
     "flat_shares",
     "flat_state",
     "is_flattened",
+    "is_registered",
     "owners_in_groups",
     "register",
     "reshard",
@@ -112,7 +113,12 @@ def owners_in_groups(optimizer: Optimizer) -> Iterator[None]:
 
 def is_flattened(module: nn.Module) -> bool:
     """Return whether some of a module's parameters were flattened."""
-    return module in _registered or next(_units(module), None) is not None
+    return is_registered(module) or next(_units(module), None) is not None
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Return whether somebody has said how its parameters were flattened; see :func:`register`."""
+    return module in _registered
 
 
 def flat_shares(module: nn.Module, clean: Clean) -> list[FlatShare]:

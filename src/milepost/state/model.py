@@ -49,6 +49,9 @@ class ModelPart(Alike):
 
     def capture(self) -> dict[str, Any]:
         """Return the state by clean name."""
+        plain = walk_of(self.module).state()
+        if plain is not None:
+            return plain
         return {clean: value for clean, (_, value) in self._live().items()}
 
     def leaders(self) -> Collection[str]:

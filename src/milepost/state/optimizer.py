@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from .flattened import owners_in_groups
 from .names import ParameterNames, tied_names
 from .parts import Alike, Place
+from .plain_optimizer import PlainOptimizer
 from .report import LoadReport
 from .slots import Slot
 from .source import StateSource, load_tree
@@ -55,6 +56,7 @@ class OptimizerPart(Alike):
     def __init__(self, optimizer: Optimizer, *, names: Callable[[], ParameterNames]) -> None:
         self.optimizer = optimizer
         self._get_names = names
+        self._plain = PlainOptimizer(optimizer)
         self._known: set[str] = set()
         self._tied: Mapping[str, Sequence[str]] = {}
 
@@ -67,8 +69,13 @@ class OptimizerPart(Alike):
             options with the names of the parameters; ``other``: state that belongs to no parameter.
         """
         holder = holder_of(self.optimizer)
+        names = self._get_names()
+        is_alike = holder is self.optimizer and names.are_alike
+        plain = self._plain.state(names) if is_alike else None
+        if plain is not None:
+            return plain
         state = holder.state_dict()
-        if holder is self.optimizer and self._get_names().are_alike:
+        if is_alike:
             return self._by_name(state)
         slots = _by_index(self._held_slots(()))
         captured = dict(state)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..tensors.boxes import is_sharded, local_tensor
-from .flattened import is_flattened, owners_in_groups
+from .flattened import is_registered, owners_in_groups
+from .walks import walk_of
+from .wrappers import unwrap
 from .zero import holder_of
 
 __all__ = ["Late", "MemoryKey", "Owned", "memory_key", "owned_by"]
@@ -36,7 +39,9 @@ MemoryKey = tuple[int, int]
 MIN_BYTES = 64 * 1024
 """Smaller tensors are copied at once: that takes less than to keep an eye on them."""
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_is_cpu, _num_bytes_of = attrgetter("is_cpu"), attrgetter("nbytes")
+_WRITTEN_TO = (ScriptModule, nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +102,29 @@ def owned_by(
     reasons: dict[str, None] = {}
     everything = tuple(modules)
     models = tuple(model for model in everything if not isinstance(model, ScriptModule))
-    children = [child for model in everything for child in model.modules()]
+    walks = [walk_of(unwrap(model)) for model in everything]
+    if any(walk.is_flat for walk in walks) or any(map(is_registered, models)):
+        return Owned({}, models, "flattened parameters of a model")
+    children = [child for walk in walks for child in walk.modules()]
     excluded = {id(weight) for weight in _written_between(children, also_noise=not with_embeddings)}
     parents: set[int] = set()
-    if any(map(is_flattened, models)):
-        return Owned({}, models, "flattened parameters of a model")
     for optimizer in optimizers:
         reason = _not_ours(optimizer)
         if reason:
             reasons[reason] = None
             continue
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not parameter.requires_grad:
+        for parameter, kept in _large_ones(optimizer):
+            is_own = id(parameter) not in excluded
+            for tensor in kept:
+                if tensor is parameter and not is_own:
                     continue
-                own = () if id(parameter) in excluded else (parameter,)
-                kept = itertools.chain(own, _kept_for(optimizer, parameter))
-                for tensor in itertools.filterfalse(_is_small, kept):
-                    memory = _memory(tensor)
-                    if memory is None:
-                        reasons[_why_unusual(tensor)] = None
-                    elif memory.nbytes >= MIN_BYTES:
-                        found[memory_key(memory)] = memory.nbytes
-                        parents.update(map(id, own))
+                memory = _memory(tensor)
+                if memory is None:
+                    reasons[_why_unusual(tensor)] = None
+                elif memory.nbytes >= MIN_BYTES:
+                    found[memory_key(memory)] = memory.nbytes
+                    if is_own:
+                        parents.add(id(parameter))
     return Owned(found, (*models, *_parents(children, parents, models)), "; ".join(reasons))
 
 
@@ -137,15 +142,41 @@ def _not_ours(optimizer: Optimizer) -> str:
     return ""
 
 
-def _kept_for(optimizer: Optimizer, parameter: Tensor) -> Iterator[Tensor]:
-    kept = optimizer.state.get(parameter)
-    if isinstance(kept, dict):
-        yield from (value for value in kept.values() if isinstance(value, Tensor))
+def _large_ones(optimizer: Optimizer) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield the parameters that are trained, each with what of it and its state is not small."""
+    trained = [
+        one for group in optimizer.param_groups for one in group["params"] if one.requires_grad
+    ]
+    rows: Sequence[Any] = list(optimizer.state.values())
+    if set(map(type, rows)) != {dict}:
+        rows = [row for row in rows if isinstance(row, dict)]
+    kept = [one for row in rows for one in row.values()]
+    if not _PLAIN.issuperset(map(type, kept)):
+        kept = [one for one in kept if isinstance(one, Tensor)]
+    large = set(map(id, itertools.chain(_not_small(trained), _not_small(kept))))
+    for parameter in trained if large else ():
+        row = optimizer.state.get(parameter)
+        ones = (parameter, *row.values()) if isinstance(row, dict) else (parameter,)
+        found = [one for one in ones if id(one) in large]
+        if found:
+            yield parameter, found
 
 
-def _is_small(tensor: Tensor) -> bool:
-    """Return whether it is copied at once whatever else it is; most are, where there are many."""
-    return type(tensor) in _PLAIN and tensor.nbytes < MIN_BYTES and tensor.device.type == "cpu"
+def _not_small(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return those that are not copied at once whatever else they are; where there are many, few.
+
+    Small are those whose bytes are few, in the memory of the host.
+    """
+    if _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)):
+        sizes = list(map(_num_bytes_of, tensors))
+        return [
+            one for one, num_bytes in zip(tensors, sizes, strict=True) if num_bytes >= MIN_BYTES
+        ]
+    return [
+        one
+        for one in tensors
+        if not (type(one) in _PLAIN and one.is_cpu and one.nbytes < MIN_BYTES)
+    ]
 
 
 def _memory(tensor: Tensor) -> Tensor | None:
@@ -176,7 +207,9 @@ def _is_shared(tensor: Tensor) -> bool:
 
 def _written_between(modules: Iterable[nn.Module], *, also_noise: bool) -> Iterator[Tensor]:
     """Yield parameters to which something may write between two steps that does not wait."""
-    for module in modules:
+    everything = list(modules)
+    special = {one for one in set(map(type, everything)) if issubclass(one, _WRITTEN_TO)}
+    for module in [one for one in everything if type(one) in special]:
         if isinstance(module, ScriptModule):
             yield from module.parameters(recurse=False)  # it has no hook before it loads
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
@@ -189,6 +222,8 @@ def _parents(
     modules: Iterable[nn.Module], parameters: set[int], models: Sequence[nn.Module]
 ) -> Iterator[nn.Module]:
     """Yield modules that have one of these parameters themselves, and are no models."""
+    if not parameters:
+        return
     known = set(map(id, models))
     for module in modules:
         if id(module) in known:

@@ -9,6 +9,7 @@ it goes on in the fourth.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from torch import nn
@@ -116,11 +117,8 @@ def _modes(modules: Sequence[nn.Module]) -> dict[str, Any]:
     frozen: set[str] = set()
     for module in modules:
         walk = walk_of(module)
-        others.update(
-            name
-            for name, child in zip(walk.module_names, walk.modules(), strict=True)
-            if child.training != is_training
-        )
+        is_other = [child.training != is_training for child in walk.modules()]
+        others.update(compress(walk.module_names, is_other))
         if walk.is_flat:
             frozen.update(name for name, one in named_parameters(module) if not one.requires_grad)
         else:

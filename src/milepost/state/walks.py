@@ -4,22 +4,27 @@ To find the names of all parameters of a model takes a microsecond for each, and
 for several purposes. So a walk is kept for each module. Before it is used again, the tree of the
 module is held against it: the very same modules, and in each the same names with the same objects.
 Whatever may change without that, such as ``requires_grad`` and the mode of a module, is looked at
-each time.
+each time. So are buffers: many modules have another object for one after each batch.
+
+What is asked for each save calls no Python function for a module or a parameter. It passes over the
+tables of all modules together, in loops of the interpreter's own.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import methodcaller
+from itertools import chain, compress, cycle
+from operator import attrgetter, methodcaller
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+from torch import Tensor, nn
 
-from .flattened import is_flattened
+from .flattened import is_flattened, is_registered
+from .plain import PlainState
 from .wrappers import name_cleaner
 
 __all__ = ["Walk", "walk_of", "walked_once"]
@@ -40,44 +45,74 @@ class Walk:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        named = list(module.named_modules())
-        modules = [one for _, one in named]
+        named = list(module.named_modules(remove_duplicate=False))
+        members = [one for _, one in named]
+        first_names: dict[int, str] = {}
+        self._is_first = [first_names.setdefault(id(one), name) is name for name, one in named]
         self.clean = clean = name_cleaner(module)
         self.is_flat = is_flattened(module)
-        self.module_names = [clean(f"{name}.").rstrip(".") for name, _ in named]
+        self.module_names = [clean(f"{name}.").rstrip(".") for name in first_names.values()]
         self.parameters = [
             (clean(name), id(one)) for name, one in module.named_parameters(remove_duplicate=False)
         ]
         self.buffers = frozenset(
             clean(name) for name, _ in module.named_buffers(remove_duplicate=False)
         )
-        self._modules = list(map(ref, modules))
-        self._facts = _facts(modules)
-        number = {id(one): index for index, one in enumerate(modules)}
-        self._places = [
-            (number[id(child)], key)
-            for _, child in module.named_modules(remove_duplicate=False)
-            for key, parameter in child._parameters.items()
-            if parameter is not None
+        # By place: a module that stands at two of them is among these twice.
+        self._members = list(map(ref, members))
+        self._types = list(map(type, members))
+        tables = _tables(members)
+        values = _values(tables)
+        self._lengths, self._keys = list(map(len, tables)), _keys(tables)
+        kinds = [
+            kind
+            for length, kind in zip(self._lengths, cycle(("module", "parameter", "buffer")))
+            for _ in range(length)
         ]
+        there = [kind if one is not None else "" for kind, one in zip(kinds, values, strict=True)]
+        self._is_buffer = [kind == "buffer" for kind in there]
+        self._is_parameter = [kind == "parameter" for kind in there]
+        self._is_fixed = [not is_buffer for is_buffer in self._is_buffer]
+        # By number: what an object was replaced by may be equal to it, or compare as tensors do.
+        self._ids = list(map(id, compress(values, self._is_fixed)))
+        self._plain = None if self.is_flat else PlainState(named, clean)
         self._flags: list[bool] = []
         self._frozen: frozenset[str] = frozenset()
 
     def modules(self) -> list[Any]:
         """Return the modules, each once; ``None`` for one that is gone."""
-        return [one() for one in self._modules]
+        return list(compress(self._live(), self._is_first))
 
     def is_current(self, module: nn.Module) -> bool:
         """Return whether the module still consists of the same."""
-        modules = self.modules()
-        if self.is_flat or None in modules or is_flattened(module):
+        members = self._live()
+        if self.is_flat or None in members or members[0] is not module or is_registered(module):
             return False
-        return modules[0] is module and _facts(modules) == self._facts
+        if list(map(type, members)) != self._types:
+            return False
+        tables = _tables(members)
+        if list(map(len, tables)) != self._lengths or _keys(tables) != self._keys:
+            return False
+        values = _values(tables)
+        if list(map(id, compress(values, self._is_fixed))) != self._ids:
+            return False
+        if type(None) in set(map(type, compress(values, self._is_buffer))):
+            return False
+        if _at_once.values is not None:
+            _at_once.values[id(self)] = values
+        return True
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Return what the ``state_dict()`` of the module would hold now, by clean name.
+
+        Returns:
+            Its parameters and buffers, themselves; ``None`` if only the module can tell.
+        """
+        return None if self._plain is None else self._plain.state(self._live(), self._values())
 
     def frozen(self) -> frozenset[str]:
         """Return the names of parameters that require no gradients now."""
-        tables = [one._parameters for one in self.modules()]
-        flags = [tables[number][key].requires_grad for number, key in self._places]
+        flags = list(map(_is_trained, compress(self._values(), self._is_parameter)))
         if flags != self._flags:
             self._flags = flags
             names = (name for name, _ in self.parameters)
@@ -86,28 +121,44 @@ class Walk:
             )
         return self._frozen
 
+    def _live(self) -> list[Any]:
+        return [one() for one in self._members]
 
-_keys_of = methodcaller("keys")
+    def _values(self) -> list[Any]:
+        """Return what is in all tables, by place."""
+        known = _at_once.values and _at_once.values.get(id(self))
+        return known or _values(_tables(self._live()))
 
 
-def _facts(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return what a walk depends on."""
-    facts: list[Any] = [list(map(type, modules))]
-    for tables in (
-        [one._modules for one in modules],
-        [one._parameters for one in modules],
-        [one._buffers for one in modules],
-    ):
-        facts.append(list(map(len, tables)))
-        # By keys(): a scripted module has tables of its own kind, which are no dicts.
-        facts.append(list(chain.from_iterable(map(_keys_of, tables))))
-        # By number: what an object was replaced by may be equal to it, or compare as tensors do.
-        facts.append([id(one) for table in tables for one in table.values()])
-    return facts
+_is_trained = attrgetter("requires_grad")
+_tables_of = attrgetter("_modules", "_parameters", "_buffers")
+_keys_of, _values_of = methodcaller("keys"), methodcaller("values")
+
+
+def _tables(members: Sequence[nn.Module]) -> list[Any]:
+    """Return three tables of each module, one after the other."""
+    return list(chain.from_iterable(map(_tables_of, members)))
+
+
+def _keys(tables: Sequence[Any]) -> list[str]:
+    # By keys() if need be: a scripted module has tables of its own kind, which are no dicts.
+    are_dicts = {dict, OrderedDict}.issuperset(map(type, tables))
+    return list(chain.from_iterable(tables if are_dicts else map(_keys_of, tables)))
+
+
+def _values(tables: Sequence[Any]) -> list[Any]:
+    return list(chain.from_iterable(map(_values_of, tables)))
+
+
+class _AtOnce(threading.local):
+    """What one thread knows while nobody changes modules: walks, and the values in tables."""
+
+    walks: dict[int, Walk] | None = None
+    values: dict[int, list[Any]] | None = None
 
 
 _walks: WeakKeyDictionary[nn.Module, Walk] = WeakKeyDictionary()
-_at_once = threading.local()
+_at_once = _AtOnce()
 
 
 def walk_of(module: nn.Module) -> Walk:
@@ -116,7 +167,7 @@ def walk_of(module: nn.Module) -> Walk:
     Args:
         module: A module without outer wrappers.
     """
-    known: dict[int, Walk] | None = getattr(_at_once, "known", None)
+    known = _at_once.walks
     if known is not None and id(module) in known:
         return known[id(module)]
     walk = _walks.get(module)
@@ -130,9 +181,10 @@ def walk_of(module: nn.Module) -> Walk:
 @contextmanager
 def walked_once() -> Iterator[None]:
     """Look at each module once meanwhile, in this thread: nobody changes them."""
-    before = getattr(_at_once, "known", None)
-    _at_once.known = {} if before is None else before
+    before = _at_once.walks, _at_once.values
+    if _at_once.walks is None:
+        _at_once.walks, _at_once.values = {}, {}
     try:
         yield
     finally:
-        _at_once.known = before
+        _at_once.walks, _at_once.values = before

@@ -101,7 +101,7 @@ class PackedItem:
         name: Name of the item.
         tree: The JSON that stands for its structure.
         leaves: What the tensors are that the tree refers to.
-        tensors: The live tensor of each leaf, without gradients, of any device and stride; of a
+        tensors: The live tensor of each leaf, of any device and stride, parameters among them; of a
             sharded one the piece that this rank holds.
         home: Whose it is.
     """

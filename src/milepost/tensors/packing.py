@@ -2,7 +2,8 @@
 
 From save to save a state has the same names, shapes and dtypes, tied in the same way; what changes
 are values. So the form of an item is kept, and the next value is held against it: its containers
-key by key, and its tensors all at once, in a few calls that cost some ten nanoseconds a tensor.
+key by key, rows of them that are alike all together, and its tensors all at once, in a few passes
+that take some ten nanoseconds a tensor each.
 Whatever is neither a tensor nor a container of tensors, such as a counter, is encoded anew. The
 tree, the leaves and, with them, the layout of the parts are then the very objects of the save
 before.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..format import tree
+from .facts import TensorFacts
 from .flat import Run
 from .pack import PLAIN_TENSORS, Holders, Home, Leaf, PackedItem, is_inline, pack_item, simple_tag
 
@@ -123,14 +126,14 @@ class _Container:
         children: What is in it.
     """
 
-    __slots__ = ("_children", "_is_flat", "_key_types", "_keys", "_kind", "_packed", "_parts")
+    __slots__ = ("_children", "_key_types", "_keys", "_kind", "_packed", "_parts", "is_flat")
 
     def __init__(self, value: Any, packed: Any, children: Sequence[_Node]) -> None:
         self._kind = type(value)
         self._keys = len(value) if self._kind is list else tuple(value)
         self._key_types = () if self._kind is list else tuple(map(type, value))
         self._children = children
-        self._is_flat = all(isinstance(child, _Tensor) for child in children)
+        self.is_flat = all(isinstance(child, _Tensor) for child in children)
         self._packed = packed
         self._parts = _parts(packed)
 
@@ -146,7 +149,7 @@ class _Container:
             if tuple(value) != self._keys or tuple(map(type, value)) != self._key_types:
                 raise _ChangedError
             members = value.values()
-        if self._is_flat:
+        if self.is_flat:
             found.extend(members)
             return self._packed
         parts = [
@@ -156,6 +159,46 @@ class _Container:
         if not all(map(is_, parts, self._parts)):
             # The tree of the save before stays as it is: it may not be written yet.
             self._packed, self._parts = _with_parts(self._packed, parts), parts
+        return self._packed
+
+
+class _Rows:
+    """A dict of dicts that hold tensors and nothing else, as optimizers have for parameters.
+
+    Args:
+        value: It.
+        packed: Its tree.
+    """
+
+    __slots__ = ("_keys", "_lengths", "_names", "_packed")
+
+    def __init__(self, value: Any, packed: Any) -> None:
+        self._packed = packed
+        self._keys = list(value)
+        self._lengths = list(map(len, value.values()))
+        self._names = list(chain.from_iterable(value.values()))
+
+    @staticmethod
+    def are_in(value: Any, children: Sequence[_Node]) -> bool:
+        """Return whether a container holds such rows; rows of different keys are rows too."""
+        return (
+            type(value) is dict
+            and set(map(type, value)) == {str}
+            and set(map(type, value.values())) == {dict}
+            and set(map(type, chain.from_iterable(value.values()))) == {str}
+            and all(type(child) is _Container and child.is_flat for child in children)
+        )
+
+    def match(self, value: Any, found: list[Any]) -> Any:
+        if type(value) is not dict or set(map(type, value)) != {str} or list(value) != self._keys:
+            raise _ChangedError
+        rows = list(value.values())
+        if set(map(type, rows)) != {dict} or list(map(len, rows)) != self._lengths:
+            raise _ChangedError
+        names = list(chain.from_iterable(rows))
+        if set(map(type, names)) != {str} or names != self._names:
+            raise _ChangedError
+        found.extend(chain.from_iterable(map(dict.values, rows)))
         return self._packed
 
 
@@ -184,14 +227,7 @@ class _Form:
         self.leaves: list[Leaf] = item.leaves
         self._firsts = firsts
         self._num_codecs = tree.num_codecs()
-        self._facts = _facts(found)
-        self._addresses = list(map(Tensor.data_ptr, found))
-        kinds: dict[Any, int] = {}
-        facts = zip(*self._facts[1:], strict=True)
-        self._kinds = [
-            kinds.setdefault(one, len(kinds)) if tensor.numel() else None
-            for tensor, one in zip(found, facts, strict=True)
-        ]
+        self._facts = TensorFacts(found)
 
     def match(self, value: Any) -> tuple[list[Tensor], Any]:
         """Return the tensors of the leaves and the tree of a value.
@@ -203,42 +239,11 @@ class _Form:
             raise _ChangedError
         found: list[Any] = []
         packed = self._root.match(value, found)
-        if list(map(type, found)) != self._facts[0]:
+        if not self._facts.are_of(found):
             raise _ChangedError
-        try:
-            is_same = _facts(found) == self._facts and not _is_lazily_changed(found)
-            addresses = list(map(Tensor.data_ptr, found))
-        except RuntimeError as error:  # it has no memory, or no such layout
-            raise _ChangedError from error
-        if not is_same:
-            raise _ChangedError
-        if addresses != self._addresses:
-            if self._first_of_each(addresses) != self._first_of_each(self._addresses):
-                raise _ChangedError
-            self._addresses = addresses
         if len(self._firsts) < len(found):
             found = [found[index] for index in self._firsts]
-        return [one.detach() if one.requires_grad else one for one in found], packed
-
-    def _first_of_each(self, addresses: Sequence[int]) -> list[int]:
-        """Return for each tensor the first one that is the same memory, seen in the same way."""
-        seen: dict[tuple[int, int], int] = {}
-        return [
-            index if kind is None else seen.setdefault((address, kind), index)
-            for index, (address, kind) in enumerate(zip(addresses, self._kinds, strict=True))
-        ]
-
-
-def _facts(found: Sequence[Tensor]) -> list[list[Any]]:
-    """Return what must stay of tensors, a list for each kind of fact. The first one is classes."""
-    return [
-        list(map(type, found)),
-        [one.dtype for one in found],
-        [one.shape for one in found],
-        list(map(Tensor.stride, found)),
-        [one.device for one in found],
-        [one.layout for one in found],
-    ]
+        return found, packed
 
 
 def _is_lazily_changed(found: Sequence[Tensor]) -> bool:
@@ -297,7 +302,7 @@ def _node(
     nodes = [
         child or _Other((*path, key)) for child, (key, _) in zip(children, members, strict=True)
     ]
-    return _Container(value, packed, nodes)
+    return _Rows(value, packed) if _Rows.are_in(value, nodes) else _Container(value, packed, nodes)
 
 
 def _parts(packed: Any) -> list[Any]:

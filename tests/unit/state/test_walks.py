@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from milepost.state.model import ModelPart
 from milepost.state.names import ParameterNames, named_parameters
 from milepost.state.setup import capture_setup
 from milepost.state.tracked import Tracked
@@ -54,7 +55,58 @@ def make_buffer(model):
     model["a"][0].register_buffer("weight", weight)
 
 
+def hook(model):
+    model["a"].register_state_dict_post_hook(lambda *of_state: of_state[1].update(extra=1))
+
+
+def hook_before(model):
+    kept = {}
+
+    def swap_in(module, prefix, keep_vars):
+        module.bias = kept.setdefault("bias", nn.Parameter(torch.ones(2)))
+
+    model["b"].register_state_dict_pre_hook(swap_in)
+
+
+class Half(nn.Linear):
+    """Saves half of what it has."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}half"] = self.weight.detach()
+
+
+class WithMore(nn.Linear):
+    """Saves what is neither a parameter nor a buffer."""
+
+    def get_extra_state(self):
+        return {"more": 1}
+
+
+class Branded(nn.Parameter):
+    """A parameter that is more than one."""
+
+
+def own_method(model):
+    inner = model["a"]
+    plain = type(inner).state_dict
+    inner.state_dict = lambda *args, **more: plain(inner, *args, **more) or more["destination"]
+    model["b"]._save_to_state_dict = lambda destination, prefix, keep_vars: None
+
+
+def keep_no_more(model):
+    model["a"][1]._non_persistent_buffers_set.add("running_mean")
+
+
 CHANGES = {
+    "a hook": hook,
+    "a hook before": hook_before,
+    "half of it saved": lambda model: model.update({"z": Half(2, 2)}),
+    "more of it saved": lambda model: model.update({"z": WithMore(2, 2)}),
+    "a class of its own": lambda model: setattr(model["b"], "weight", Branded(torch.ones(2, 2))),
+    "a method of one module": own_method,
+    "a buffer that is kept no more": keep_no_more,
+    "a buffer anew": lambda model: setattr(model["a"][1], "running_mean", torch.ones(3)),
+    "other memory": lambda model: setattr(model["b"].weight, "data", torch.ones(2, 2)),
     "nothing": lambda model: None,
     "values": lambda model: model["a"][0].weight.data.zero_(),
     "frozen": lambda model: model["a"][0].requires_grad_(False),
@@ -94,7 +146,24 @@ def seen(model):
     assert all(one is other for one, other in zip(walk.modules(), modules, strict=True))
     names = [walk.clean(f"{name}.").rstrip(".") for name, _ in model.named_modules()]
     assert walk.module_names == names
+    told = {walk.clean(name): value for name, value in model.state_dict().items()}
+    captured = ModelPart(model).capture()
+    assert list(captured) == list(told)
+    for name, value in told.items():
+        if isinstance(value, torch.Tensor):
+            assert is_same_memory(captured[name], value)
+        else:
+            assert captured[name] == value
     return walk
+
+
+def is_same_memory(one, other):
+    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+        other.dtype,
+    )
 
 
 @pytest.mark.parametrize("change", sorted(CHANGES))
