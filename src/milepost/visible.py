@@ -14,6 +14,7 @@ from pathlib import Path
 from .errors import ExistsError, MissingError, UsageError
 from .format.layout import HIDDEN
 from .format.manifest import Manifest
+from .frames.codec import METHODS, load_codec
 from .stores.base import Store
 
 __all__ = ["SUFFIXES", "VisibleFiles", "check_compression"]
@@ -27,21 +28,33 @@ SUFFIXES = {"": ".pt", "gzip": ".pt.gz", "bzip2": ".pt.bz2", "lzma": ".pt.xz"}
 def check_compression(compression: str | None, save_format: str) -> str:
     """Return the compression to use; ``""`` for none.
 
+    Single files are compressed whole, and parts block by block.
+
     Raises:
-        UsageError: Unknown, or asked for with a format of several files.
+        UsageError: Unknown, of the other format, or of a library that is not installed.
     """
     name = compression or ""
-    if name not in SUFFIXES:
+    of_torch, of_parts = [one for one in SUFFIXES if one], list(METHODS)
+    if name not in ("", *of_torch, *of_parts):
         raise UsageError(
             f"save_compression={compression!r} is not known.",
-            hint='Use "gzip", "bzip2", "lzma", or "" for none.',
+            hint=f'Use {_quoted(of_parts)}, {_quoted(of_torch)} with save_format="torch", or '
+            '"" for none.',
         )
-    if name and save_format != "torch":
+    is_torch = save_format == "torch"
+    if name and name not in (of_torch if is_torch else of_parts):
         raise UsageError(
-            f'save_compression={compression!r} works with save_format="torch" only.',
-            hint="Drop it: the milepost format stays readable by safetensors and by ranges.",
+            f"save_compression={compression!r} does not work with save_format={save_format!r}.",
+            hint=f"Use {_quoted(of_torch if is_torch else of_parts)}, or "
+            f'save_format="{"milepost" if is_torch else "torch"}", or "" for none.',
         )
+    if name in of_parts:
+        load_codec(f"save_compression={name!r}")
     return name
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
 
 
 class VisibleFiles:

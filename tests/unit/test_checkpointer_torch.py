@@ -223,7 +223,7 @@ def test_the_two_formats_do_not_mix_in_one_run(tmp_path):
         run.save("a", wait=True)
     with pytest.raises(mp.UsageError, match="save_format='milepost'"):
         mp.Checkpointer(tmp_path / "own", save_format="torch", box=Box(1)).open()
-    with pytest.raises(mp.UsageError, match="works with"):
+    with pytest.raises(mp.UsageError, match="does not work with"):
         mp.Checkpointer(tmp_path / "own", save_compression="gzip")
     with pytest.raises(mp.UsageError, match="zip"):
         mp.Checkpointer(tmp_path / "own", save_format="torch", save_compression="zip")

@@ -19,6 +19,7 @@ from ..format.digest import BLOCK_BYTES, block_crcs
 from ..format.header import ITEM_SIZES, StoredTensor, parse_header, parse_header_length
 from ..format.layout import INDEX
 from ..format.manifest import FileEntry, check_version
+from ..frames.reader import open_plain
 from ..stores.again import read_twice
 from ..stores.base import Reader
 from .trees import tensor_keys
@@ -137,8 +138,8 @@ def _share_checksums(a: Contents, left: TensorRow, b: Contents, right: TensorRow
     if left.start is None or left.start != right.start:
         return False
     blocks = slice(left.start // BLOCK_BYTES, (left.start + left.num_bytes - 1) // BLOCK_BYTES + 1)
-    one = a.checkpoint.manifest.file(left.file).crcs[blocks]
-    return one == b.checkpoint.manifest.file(right.file).crcs[blocks]
+    one = a.checkpoint.manifest.file(left.file).plain.crcs[blocks]
+    return one == b.checkpoint.manifest.file(right.file).plain.crcs[blocks]
 
 
 def _same_in_memory(a: Contents, left: TensorRow, b: Contents, right: TensorRow) -> bool:
@@ -213,9 +214,10 @@ def _read_index(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _read_header(checkpoint: Checkpoint, entry: FileEntry) -> dict[str, StoredTensor]:
+    size_bytes = entry.plain.size_bytes
     with closing(_Bytes(checkpoint, entry.path)) as part:
-        length = parse_header_length(part.read(0, 8), size_bytes=entry.size_bytes, where=part.where)
-        return parse_header(part.read(8, length), size_bytes=entry.size_bytes, where=part.where)
+        length = parse_header_length(part.read(0, 8), size_bytes=size_bytes, where=part.where)
+        return parse_header(part.read(8, length), size_bytes=size_bytes, where=part.where)
 
 
 def _key(checkpoint: Checkpoint, path: str) -> str:
@@ -223,12 +225,16 @@ def _key(checkpoint: Checkpoint, path: str) -> str:
 
 
 class _Bytes:
-    """Reads ranges of one file of a checkpoint, checks each block, and keeps the last one."""
+    """Reads ranges of one file of a checkpoint, checks each block, and keeps the last one.
+
+    Of a file that is compressed these are ranges of its plain bytes.
+    """
 
     def __init__(self, checkpoint: Checkpoint, path: str) -> None:
         self.where = _key(checkpoint, path)
-        self._entry = checkpoint.manifest.file(path)
-        self._reader: Reader = checkpoint.store.open_reader(self.where)
+        stored = checkpoint.manifest.file(path)
+        self._entry = stored.plain
+        self._reader: Reader = open_plain(checkpoint.store, self.where, stored)
         # Never closed by hand: an error on its way may still hold views of it.
         self._pages = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         self._block: int | None = None

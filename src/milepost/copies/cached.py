@@ -213,15 +213,15 @@ class _TwoWriters:
         self._try(lambda: self._copy.write_at(offset, data))
         self._writer.write_at(offset, data)
 
-    def close(self) -> None:
+    def close(self, size_bytes: int | None = None) -> None:
         """Make the bytes durable and the key visible under its name."""
         try:
-            self._writer.close()
+            self._writer.close(size_bytes)
         except BaseException:
             self._copy.abort()
             raise
         if self._is_kept:
-            self._try(self._copy.close)
+            self._try(lambda: self._copy.close(size_bytes))
         else:
             self._copy.abort()
 

@@ -28,6 +28,7 @@ from ..errors import DamagedError, StorageError
 from ..fetching import Fetching
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.manifest import FileEntry, Manifest
+from ..frames.reader import open_plain
 from ..stores.base import CachedReader, LendingReader, Reader, Store, StreamingReader
 from ..stores.pages import page_memory
 from .checks import check_size, read_again, read_block
@@ -82,7 +83,8 @@ class _File:
 
     def __init__(self, store: Store, where: str, entry: FileEntry, *, num_blocks: int) -> None:
         self.where = where
-        self.entry = entry
+        self.entry = entry.plain
+        self._stored = entry
         self._store = store
         self._num_left = num_blocks
         self._num_reading = 0
@@ -102,7 +104,7 @@ class _File:
         if self._is_closed:
             raise StorageError(f"{self.where} is not read any more.", path=self.where)
         if self._reader is None:
-            reader = self._store.open_reader(self.where)
+            reader = open_plain(self._store, self.where, self._stored)
             try:
                 check_size(reader, self.entry, self.where)
             except BaseException:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..format.digest import BLOCK_BYTES
 from ..format.manifest import Manifest
+from ..frames.reader import open_plain
 from ..stores.base import Store
 from ..stores.pages import page_memory
 from .checks import check_size, read_block
@@ -14,7 +15,7 @@ __all__ = ["CheckedFiles"]
 
 
 class CheckedFiles:
-    """Loads blocks of a checkpoint's files.
+    """Loads blocks of a checkpoint's files, of the plain bytes of those that are compressed.
 
     Args:
         store: The run's store.
@@ -46,11 +47,12 @@ class CheckedFiles:
             FormatError: The manifest does not list the file.
             DamagedError: It does not match its checksum.
         """
-        entry = self._entries.get(file) or self._manifest.file(file)
+        stored = self._entries.get(file) or self._manifest.file(file)
+        entry = stored.plain
         where = f"{self._folder}/{file}" if self._folder else file
         start = index * BLOCK_BYTES
         # Opened for each block: there may be more files than a process may have open.
-        reader = self._store.open_reader(where)
+        reader = open_plain(self._store, where, stored)
         try:
             check_size(reader, entry, where)
             length = min(BLOCK_BYTES, entry.size_bytes - start)

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, FencedError
+from ..format.header import StoredTensor
 from ..format.manifest import FileEntry, Manifest
+from ..frames.codec import METHODS
 from ..ranks.lines import Desk, call
 from ..ranks.solo import Deadlines, Team
 from ..runs.costs import together
@@ -34,6 +36,7 @@ from ..visible import SUFFIXES
 from .arena import Arena
 from .documents import TreeTexts, documents, layout_state, places
 from .filled import Filled
+from .framing import Packing, packing_of
 from .gathered import Gathered, describe, gathered, serve
 from .joining import join_trees
 from .links import Links
@@ -45,6 +48,9 @@ from .write import FileJob, WriteCost, copied_job, file_job, write_files
 __all__ = ["Committer", "SaveRequest", "Work"]
 
 _log = logging.getLogger("milepost")
+
+_Others = tuple[Sequence[FileJob], Mapping[str, Packing | None], Sequence[FileEntry]]
+"""What else is written: how; and how it is compressed; and what is linked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +144,7 @@ class Committer:
         links: What may be shared with earlier checkpoints.
         team: The ranks that write together; ``None`` for this process alone.
         deadlines: How long ranks wait for each other.
-        compression: For single files; see ``visible.SUFFIXES``.
+        compression: Of single files or of parts; see ``visible.check_compression``.
         clock: Returns the seconds since 1970.
     """
 
@@ -324,6 +330,7 @@ class Committer:
         own = {item.name for item in work.share.own if item.home == "each"}
         staged = [part for part in work.staged if part.plan.item in own]
         jobs: list[FileJob] = []
+        packings: dict[str, Packing | None] = {}
         linked: list[FileEntry] = []
         rows: dict[str, list[Any]] = {}
         for item, part, is_unchanged in () if found is None else found.parts():
@@ -335,10 +342,11 @@ class Committer:
                 linked.append(entry)
             elif found is not None:
                 jobs.append(part.job(f"{held.folder}/{part.file}", found.tables[item], found))
+                packings[part.file] = self._packing(part.tensors, part.size_bytes)
         texts = work.share.documents(
             places(staged), rank=self._team.rank, team=self._team.world_size, joined=rows
         )
-        return self._write_parts(held, work, staged, texts, jobs, linked)
+        return self._write_parts(held, work, staged, texts, (jobs, packings, linked))
 
     def _note_commit(self, manifest: Manifest) -> None:
         """Remember what later checkpoints may share files with; the store answers, so clean up."""
@@ -403,11 +411,9 @@ class Committer:
         work: Work,
         staged: Sequence[StagedPart],
         texts: Mapping[str, bytes],
-        others: Sequence[FileJob] = (),
-        others_linked: Sequence[FileEntry] = (),
+        others: _Others = ((), {}, ()),
     ) -> list[FileEntry]:
-        jobs: list[FileJob] = list(others)
-        linked: list[FileEntry] = list(others_linked)
+        jobs, packings, linked = list(others[0]), dict(others[1]), list(others[2])
         for part in staged:
             entry = self._links.try_link(held.folder, part.plan.file) if part.is_unchanged else None
             if entry is not None:
@@ -417,16 +423,34 @@ class Committer:
             data = self._arena.view(plan.arena_start, plan.arena_stop)
             key, wait = f"{held.folder}/{plan.file}", partial(work.require_copy, plan.arena_start)
             jobs.append(copied_job(key, plan.file, data, wait=wait))
+            packings[plan.file] = self._packing(plan.tensors, plan.size_bytes)
         for path, text in texts.items():
             jobs.append(file_job(f"{held.folder}/{path}", path, _aligned(text)))
-        return self._write_files(work, jobs, linked)
+        known = {path: packing for path, packing in packings.items() if packing is not None}
+        return self._write_files(work, jobs, linked, packings=known)
+
+    def _packing(self, tensors: Sequence[StoredTensor], size_bytes: int) -> Packing | None:
+        """Return how a part is compressed, if it is."""
+        method = next((one for one in METHODS if one == self._compression), None)
+        return None if method is None else packing_of(tensors, size_bytes, method=method)
 
     def _write_files(
-        self, work: Work, jobs: Sequence[FileJob], linked: Sequence[FileEntry] = ()
+        self,
+        work: Work,
+        jobs: Sequence[FileJob],
+        linked: Sequence[FileEntry] = (),
+        *,
+        packings: Mapping[str, Packing] | None = None,
     ) -> list[FileEntry]:
         cost = WriteCost()
-        entries = write_files(self.store, jobs, cost=cost)
+        entries = write_files(self.store, jobs, cost=cost, packings=packings)
         work.stats["sync_s"] = cost.sync_s
+        if packings:
+            work.stats["compressed_from_bytes"] = cost.frames.plain_bytes
+            work.stats["compressed_to_bytes"] = sum(
+                entry.size_bytes for entry in entries if entry.path in packings
+            )
+            work.stats["compress_s"] = cost.frames.compress_s
         work.stats["written_bytes"] = sum(entry.size_bytes for entry in entries)
         work.stats["linked_bytes"] = sum(entry.size_bytes for entry in linked)
         return [*entries, *linked]

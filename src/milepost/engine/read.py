@@ -25,6 +25,7 @@ from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.header import StoredTensor, parse_header, parse_header_length
 from ..format.layout import INDEX, rank_index
 from ..format.manifest import FileEntry, Manifest, check_version
+from ..frames.reader import open_plain
 from ..state.source import TensorInfo
 from ..stores.base import CachedReader, Reader, Store
 from ..stores.pages import page_memory
@@ -300,9 +301,9 @@ class CheckpointSource:
         return PartTable(headers, name=f"{self.name}: {item}")
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
-        entry = self.manifest.file(file)
-        where = self._key(file)
-        reader = self._store.open_reader(where)
+        stored = self.manifest.file(file)
+        entry, where = stored.plain, self._key(file)
+        reader = open_plain(self._store, where, stored)
         try:
             check_size(reader, entry, where)
             first = _read_checked(reader, entry, 0, where)
@@ -320,13 +321,13 @@ class CheckpointSource:
 
 
 def read_file(store: Store, key: str, entry: FileEntry) -> bytes:
-    """Read a whole file and check it.
+    """Read a whole file, plain if it is compressed, and check it.
 
     Raises:
         MissingError: It is not there.
         DamagedError: Its size or a checksum does not match.
     """
-    reader = store.open_reader(key)
+    reader, entry = open_plain(store, key, entry), entry.plain
     try:
         check_size(reader, entry, key)
         return b"".join(_read_checked(reader, entry, n, key) for n in range(len(entry.crcs)))

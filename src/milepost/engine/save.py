@@ -67,7 +67,7 @@ class Saver(Generic[T]):
         store: The run's store.
         session: The settled session.
         layout: ``milepost``, or ``torch`` for single files.
-        compression: For single files; see ``visible.SUFFIXES``.
+        compression: Of single files or of parts; see ``visible.check_compression``.
         link_unchanged: Whether frozen parts that did not change share the file of the checkpoint
             before.
         on_commit: Called in the background thread after a checkpoint was committed; what it returns

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, overload
 
 from ..format.digest import BLOCK_BYTES, block_count, crc32c
 from ..format.manifest import FileEntry
 from ..stores.base import LastingWriter, Store, Writer
+from .framing import FrameCost, FrameStream, Packing
 from .workers import Workers
 
 __all__ = ["FileJob", "Job", "SizedJob", "WriteCost", "copied_job", "file_job", "write_files"]
@@ -95,9 +96,11 @@ class WriteCost:
 
     Attributes:
         sync_s: Seconds in which files were made durable, added up over the threads.
+        frames: What compressing has cost.
     """
 
     sync_s: float = 0.0
+    frames: FrameCost = field(default_factory=FrameCost)
 
 
 def file_job(key: str, path: str, data: memoryview) -> FileJob:
@@ -153,6 +156,7 @@ def write_files(
     *,
     num_threads: int = NUM_THREADS,
     cost: WriteCost | None = None,
+    packings: Mapping[str, Packing] | None = None,
 ) -> list[FileEntry]:
     """Write files and make them durable.
 
@@ -161,6 +165,7 @@ def write_files(
         jobs: The files.
         num_threads: How many threads write.
         cost: What the cost is added to.
+        packings: How to compress files, by their paths; others are written as they are.
 
     Returns:
         One entry a file, in the order of the jobs, with its checksums.
@@ -170,12 +175,17 @@ def write_files(
     """
     if not jobs:
         return []
-    return _Pipeline(store, jobs, cost or WriteCost(), num_threads).run()
+    return _Pipeline(store, jobs, cost or WriteCost(), packings or {}, num_threads).run()
 
 
 class _Pipeline:
     def __init__(
-        self, store: Store, jobs: Sequence[Job], cost: WriteCost, num_threads: int
+        self,
+        store: Store,
+        jobs: Sequence[Job],
+        cost: WriteCost,
+        packings: Mapping[str, Packing],
+        num_threads: int,
     ) -> None:
         self._store = store
         self._cost = cost
@@ -183,13 +193,24 @@ class _Pipeline:
         self._crcs = [[0] * block_count(job.size_bytes) for job in jobs]
         self._left = [len(job.blocks) for job in jobs]
         self._writers: list[Writer] = []
+        self._packings = packings
+        self._streams: dict[int, FrameStream] = {}
         self._workers = Workers[tuple[int, int]]("milepost-write", num_threads=num_threads)
         self._lock = threading.Lock()
 
     def run(self) -> list[FileEntry]:
         try:
-            for job in self._jobs:
+            for index, job in enumerate(self._jobs):
                 self._writers.append(self._store.create_writer(job.key, job.size_bytes))
+                packing = self._packings.get(job.path)
+                if packing is not None:
+                    self._streams[index] = FrameStream(
+                        self._writers[index],
+                        job.size_bytes,
+                        packing=packing,
+                        cost=self._cost.frames,
+                        key=job.key,
+                    )
             self._write_all()
         except BaseException:
             # Not under the hands of a thread that is stuck with one: what it writes to would be
@@ -198,10 +219,13 @@ class _Pipeline:
                 for writer in self._writers:
                     writer.abort()
             raise
-        return [
-            FileEntry(job.path, job.size_bytes, tuple(crcs))
-            for job, crcs in zip(self._jobs, self._crcs, strict=True)
-        ]
+        return [self._entry(index) for index in range(len(self._jobs))]
+
+    def _entry(self, index: int) -> FileEntry:
+        job, stream = self._jobs[index], self._streams.get(index)
+        if stream is not None:
+            return stream.entry(job.path)
+        return FileEntry(job.path, job.size_bytes, tuple(self._crcs[index]))
 
     def _write_all(self) -> None:
         for index, job in enumerate(self._jobs):
@@ -212,18 +236,22 @@ class _Pipeline:
         self._workers.run(self._work)
 
     def _work(self, pieces: Iterator[tuple[int, int]]) -> None:
-        for index, block in pieces:
-            data = self._jobs[index].blocks[block]
-            with self._workers.touching():
-                self._write(index, block, data)
+        try:
+            for index, block in pieces:
+                data = self._jobs[index].blocks[block]
+                with self._workers.touching():
+                    self._write(index, block, data)
+        except BaseException:
+            for stream in self._streams.values():
+                stream.stop()  # a thread may wait there for what this one will not bring
+            raise
 
     def _write(self, index: int, block: int, data: memoryview) -> None:
-        job, writer = self._jobs[index], self._writers[index]
-        self._crcs[index][block] = crc32c(data)
-        if job.is_lasting and isinstance(writer, LastingWriter):
-            writer.refer_at(block * BLOCK_BYTES, data)
+        stream = self._streams.get(index)
+        if stream is None:
+            self._write_plain(index, block, data)
         else:
-            writer.write_at(block * BLOCK_BYTES, data)
+            stream.take(block, data)
         with self._lock:
             self._left[index] -= 1
             is_last = self._left[index] == 0
@@ -231,8 +259,20 @@ class _Pipeline:
             # The thread that wrote the last block makes the file durable while the other goes on.
             self._close(index)
 
+    def _write_plain(self, index: int, block: int, data: memoryview) -> None:
+        job, writer = self._jobs[index], self._writers[index]
+        self._crcs[index][block] = crc32c(data)
+        if job.is_lasting and isinstance(writer, LastingWriter):
+            writer.refer_at(block * BLOCK_BYTES, data)
+        else:
+            writer.write_at(block * BLOCK_BYTES, data)
+
     def _close(self, index: int) -> None:
         started_s = time.perf_counter()
-        self._writers[index].close()
+        stream = self._streams.get(index)
+        if stream is not None:
+            stream.close()
+        else:
+            self._writers[index].close()
         with self._lock:
             self._cost.sync_s += time.perf_counter() - started_s

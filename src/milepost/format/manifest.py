@@ -17,11 +17,15 @@ from typing import Any
 from ..errors import FormatError, NewerFormatError
 from . import canonical, tree
 from .digest import block_count, file_crc
+from .frames import Frames
 from .layout import check_key
 
 __all__ = ["FORMAT_VERSION", "FileEntry", "Manifest"]
 
 FORMAT_VERSION = 1
+
+_FRAMES_VERSION = 2
+"""The format of a manifest that lists a compressed file, and of no other record."""
 
 _MAX_MANIFEST_BYTES = 32 * 1024 * 1024
 _MAX_FILES = 1_000_000
@@ -39,12 +43,22 @@ class FileEntry:
         size_bytes: Its exact size.
         crcs: CRC32C of each block of ``digest.BLOCK_BYTES``, the last one shorter.
         linked_from: Name of the checkpoint whose unchanged file this one shares, if any.
+        frames: How its bytes are compressed; ``None``: not at all. Size and checksums above are
+            those of the file as it is stored.
     """
 
     path: str
     size_bytes: int
     crcs: tuple[int, ...]
     linked_from: str | None = None
+    frames: Frames | None = None
+
+    @property
+    def plain(self) -> FileEntry:
+        """Return what the entry would be if the file were not compressed."""
+        if self.frames is None:
+            return self
+        return FileEntry(self.path, self.frames.size_bytes, self.frames.crcs, self.linked_from)
 
     @property
     def crc(self) -> int:
@@ -60,6 +74,8 @@ class FileEntry:
         }
         if self.linked_from is not None:
             entry["linked_from"] = self.linked_from
+        if self.frames is not None:
+            entry["frames"] = self.frames.to_json()
         return entry
 
     @classmethod
@@ -72,6 +88,7 @@ class FileEntry:
         try:
             path = check_key(entry["path"], where=where)
             size, text, linked = entry["size"], entry["crc32c"], entry.get("linked_from")
+            framed = entry.get("frames")
             if not _CRCS.fullmatch(text):
                 raise FormatError(f"{where} lists malformed checksums for {path}.", path=where)
         except (TypeError, KeyError, AttributeError) as error:
@@ -83,7 +100,10 @@ class FileEntry:
             raise FormatError(f"{where} has the wrong number of checksums for {path}.", path=where)
         if linked is not None:
             check_key(linked, where=where)
-        return cls(path, size, crcs, linked)
+        frames = None
+        if framed is not None:
+            frames = Frames.from_json(framed, stored_bytes=size, where=where, path=path)
+        return cls(path, size, crcs, linked, frames)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +159,18 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Return the sum of the sizes of the files, linked ones included."""
+        """Return the sum of the sizes of the files as they are stored, linked ones included."""
         return sum(entry.size_bytes for entry in self.files)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Return the sum of the sizes that the files would have if none were compressed."""
+        return sum(entry.plain.size_bytes for entry in self.files)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Return whether any of the files is compressed."""
+        return any(entry.frames is not None for entry in self.files)
 
     def file(self, path: str) -> FileEntry:
         """Return the entry of one file.
@@ -159,7 +189,7 @@ class Manifest:
         for spec in fields(self):
             body[spec.name] = getattr(self, spec.name)
         del body["extra"]
-        body["format"] = FORMAT_VERSION
+        body["format"] = _FRAMES_VERSION if self.is_compressed else FORMAT_VERSION
         body["files"] = [entry.to_json() for entry in self.files]
         if not self.interval:
             del body["interval"]
@@ -183,7 +213,8 @@ class Manifest:
             FormatError: Whole, but not a manifest.
         """
         body = canonical.load_record(data, where=where, max_bytes=_MAX_MANIFEST_BYTES)
-        check_version(body.pop("format", None), where=where)
+        version = body.pop("format", None)
+        check_version(version, where=where, newest=_FRAMES_VERSION)
         known: dict[str, Any] = {}
         for spec in fields(cls):
             if spec.name in body:
@@ -195,11 +226,18 @@ class Manifest:
         paths = [entry.path for entry in manifest.files]
         if len(set(paths)) != len(paths):
             raise FormatError(f"{where} lists a file twice.", path=where)
+        if manifest.is_compressed and version < _FRAMES_VERSION:
+            raise FormatError(f"{where} lists a compressed file in format {version}.", path=where)
         return manifest
 
 
-def check_version(version: object, *, where: str) -> None:
+def check_version(version: object, *, where: str, newest: int = FORMAT_VERSION) -> None:
     """Refuse what a newer version wrote.
+
+    Args:
+        version: The version that a record carries.
+        where: What it was read from, for messages.
+        newest: The newest one that is known of this kind of record.
 
     Raises:
         NewerFormatError: A higher format version.
@@ -207,13 +245,13 @@ def check_version(version: object, *, where: str) -> None:
     """
     if type(version) is not int or version < 1:
         raise FormatError(f"{where} carries no format version.", path=where)
-    if version > FORMAT_VERSION:
+    if version > newest:
         raise NewerFormatError(
-            f"{where} is of format {version}; this Milepost reads up to {FORMAT_VERSION}.",
+            f"{where} is of format {version}; this Milepost reads up to {newest}.",
             hint="Upgrade with: pip install --upgrade milepost.",
             path=where,
             found=version,
-            expected=FORMAT_VERSION,
+            expected=newest,
         )
 
 

@@ -5,12 +5,15 @@
     written_bytes    all files that were written
     linked_bytes     files that are shared with the checkpoint before
 
+    compressed_from_bytes  compressed_to_bytes   of written_bytes, what was to be compressed
+    compress_s                                   the seconds of that, added up over the threads
+
     capture_s  plan_s  mark_s  stage_s  wait_s     what training waits for, one after the other
     blocking_s                                     the sum of those
     write_s    sync_s                              in the background; syncing is a part of writing
     commit_s   durable_s  after_s                  known only once the manifest is written
 
-Seconds of syncing are added up over the threads that write. Not every save has every figure.
+Seconds of syncing, too, are added up over the threads that write. Not every save has every figure.
 """
 
 from __future__ import annotations
@@ -91,6 +94,10 @@ def _written(known: Mapping[str, Any]) -> str:
     text = f"{size_text(num_bytes)} written"
     if seconds:
         text += f" in {_seconds(seconds)} ({size_text(num_bytes / seconds)}/s)"
+    plain_bytes = known.get("compressed_from_bytes")
+    if plain_bytes and "compressed_to_bytes" in known:
+        ratio = known["compressed_to_bytes"] / plain_bytes
+        text += f", compressed to {ratio:.1%} of {size_text(plain_bytes)}"
     if known.get("linked_bytes"):
         text += f", {size_text(known['linked_bytes'])} shared with the checkpoint before"
     return text

@@ -8,6 +8,7 @@ single flipped bit and names the file, the block and the tensors that it lies in
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -20,6 +21,8 @@ from ..format.digest import BLOCK_BYTES, block_crcs
 from ..format.header import PAGE_BYTES, StoredTensor, parse_header, parse_header_length
 from ..format.layout import MANIFEST
 from ..format.manifest import FileEntry, Manifest
+from ..frames.codec import has_codec
+from ..frames.reader import open_plain
 from ..stores.again import read_twice
 from ..stores.base import Reader, Store
 from ..stores.pages import page_memory
@@ -226,9 +229,9 @@ def _check_lightly(
             for block, (crc, expected) in enumerate(zip(found, entry.crcs, strict=False)):
                 if crc != expected:
                     yield _mismatch(entry, block, crc, ())
-        elif _is_part(entry, manifest):
-            with closing(store.open_reader(key)) as reader:
-                _read_header(reader, entry)
+        elif _is_part(entry, manifest) and (entry.frames is None or has_codec()):
+            with closing(open_plain(store, key, entry)) as reader:
+                _read_header(reader, entry.plain)
     except (MissingError, FormatError, StorageError) as error:
         raise_unreachable(store, error)
         yield _unreadable(entry.path, error)
@@ -315,10 +318,12 @@ def _check_file(
     with closing(reader):
         outcomes = list(pool.map(check, range(len(entry.crcs))))
         bad = [(block, got) for block, got in outcomes if got != entry.crcs[block]]
-        tensors = _tensors(reader, entry, manifest, {block for block, _ in bad}) if bad else []
+    tensors: list[StoredTensor] = []
+    if bad and _is_part(entry, manifest):
+        tensors = _tensors(store, file_key(name, entry.path), entry)
     problems = []
     for block, got in bad:
-        names = _names_in(tensors, block)
+        names = _names_in(tensors, *_plain_range(entry, block))
         if isinstance(got, int):
             problems.append(_mismatch(entry, block, got, names))
         else:
@@ -327,21 +332,32 @@ def _check_file(
     return problems
 
 
-def _tensors(
-    reader: Reader, entry: FileEntry, manifest: Manifest, bad: set[int]
-) -> list[StoredTensor]:
+def _tensors(store: Store, key: str, entry: FileEntry) -> list[StoredTensor]:
     """Return the tensors of a part, or none if its own header is not to be trusted."""
-    if not _is_part(entry, manifest) or 0 in bad:
+    if entry.frames is not None and not has_codec():
         return []
+    plain = entry.plain
     try:
-        return list(_read_header(reader, entry).values())
-    except (FormatError, StorageError):
+        with closing(open_plain(store, key, entry)) as reader:
+            first = _pages(min(BLOCK_BYTES, plain.size_bytes))
+            if read_twice(reader, 0, first, expected=plain.crcs[0]) != plain.crcs[0]:
+                return []
+            return list(_read_header(reader, plain).values())
+    except (MissingError, FormatError, StorageError):
         # The problem itself is already known by its block; only the names are not.
         return []
 
 
-def _names_in(tensors: list[StoredTensor], block: int) -> tuple[str, ...]:
+def _plain_range(entry: FileEntry, block: int) -> tuple[int, int]:
+    """Return which plain bytes of a file lie in a block of it as it is stored."""
     start, stop = block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES
+    if entry.frames is None:
+        return start, stop
+    starts = entry.frames.starts()
+    return (bisect_right(starts, start) - 1) * BLOCK_BYTES, bisect_left(starts, stop) * BLOCK_BYTES
+
+
+def _names_in(tensors: list[StoredTensor], start: int, stop: int) -> tuple[str, ...]:
     return tuple(sorted(one.key for one in tensors if one.start < stop and one.stop > start))
 
 

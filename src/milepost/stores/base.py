@@ -133,8 +133,13 @@ class Writer(Protocol):
         ``data`` is page aligned in memory, and readable up to the next page border.
         """
 
-    def close(self) -> None:
-        """Make the bytes durable and the key visible under its name."""
+    def close(self, size_bytes: int | None = None) -> None:
+        """Make the bytes durable and the key visible under its name.
+
+        Args:
+            size_bytes: How many bytes it came to, where these are fewer than were expected: what
+                was written, from its beginning on.
+        """
 
     def abort(self) -> None:
         """Drop what was written. Never raises; safe to call twice and after ``close``."""
@@ -159,7 +164,7 @@ class Reader(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset`` on.
 
-        Offsets are multiples of ``digest.BLOCK_BYTES``. The buffer is page aligned in memory.
+        Offsets are multiples of ``header.PAGE_BYTES``. The buffer is page aligned in memory.
 
         Raises:
             DamagedError: The key ends too early.
@@ -249,7 +254,12 @@ class Store(Protocol):
         """Make ``key`` name ``target`` for people: a symlink, or a text with the target's name."""
 
     def create_writer(self, key: str, size_bytes: int) -> Writer:
-        """Begin to write a new key of a known size. Raises ``ExistsError`` if it is there."""
+        """Begin to write a new key. Raises ``ExistsError`` if it is there.
+
+        Args:
+            key: The key.
+            size_bytes: Its size; at most that, if ``Writer.close`` is told how much it came to.
+        """
 
     def open_reader(self, key: str) -> Reader:
         """Open a key for reading. Raises ``MissingError``."""

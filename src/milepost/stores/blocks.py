@@ -42,7 +42,8 @@ class LocalWriter:
 
     Args:
         path: The file. It must not exist.
-        size_bytes: Its final size; the room is reserved at once where the file system can.
+        size_bytes: Its final size, or more than that; the room is reserved at once where the file
+            system can.
         direct: Whether to try to bypass the page cache.
         on_refused: Called once when the file system turns out to refuse direct I/O.
 
@@ -94,17 +95,18 @@ class LocalWriter:
         except OSError as error:
             raise storage_error(error, operation="write", path=self._path) from error
 
-    def close(self) -> None:
+    def close(self, size_bytes: int | None = None) -> None:
         """Cut the file to its size, make the bytes durable and close it.
 
-        On an error the file is removed: after a failed sync nobody knows what is on the disk.
+        Room that was reserved and is not needed goes back. On an error the file is removed: after
+        a failed sync nobody knows what is on the disk.
         """
         with self._lock:
             fd = self._fd
         if fd is None:
             return
         try:
-            os.ftruncate(fd, self._size_bytes)
+            os.ftruncate(fd, self._size_bytes if size_bytes is None else size_bytes)
             os.fsync(fd)
             with self._lock:
                 self._fd = None

@@ -370,7 +370,8 @@ class CloudStore(BucketStore):
             )
         except StorageError:
             # The answer to the last request of all may have got lost.
-            is_all = taken_bytes == size_bytes
+            whole_bytes = pieces.size_bytes if isinstance(pieces, BlockFeed) else size_bytes
+            is_all = taken_bytes == whole_bytes
             if not (is_all and self._is_ours(key, mark, is_refused=False)):
                 raise
 

@@ -42,7 +42,7 @@ class BlockFeed:
 
     Args:
         key: The object, for messages.
-        size_bytes: Its size.
+        size_bytes: Its size, or more than that until :meth:`end` tells.
         timeout_s: How long a block may wait to be taken.
     """
 
@@ -102,11 +102,12 @@ class BlockFeed:
         copies = LentBlocks(BLOCK_BYTES)
         while True:
             with self._state:
-                if self._next == self._size_bytes:
-                    return
                 came = self._state.wait_for(
-                    lambda: self._next in self._brought or self._is_over(), self._timeout_s
+                    lambda: self._next in self._brought or self._is_over() or self._has_all(),
+                    self._timeout_s,
                 )
+                if self._has_all():
+                    return
                 self._check_going_on()
                 if not came:
                     raise DeadlineError(
@@ -133,6 +134,18 @@ class BlockFeed:
                 self._timeout_s,
             )
             return self._are_all_lasting and bool(self._brought)
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the object, as far as it is known."""
+        with self._state:
+            return self._size_bytes
+
+    def end(self, size_bytes: int) -> None:
+        """Say how many bytes the object came to, after the last block was brought."""
+        with self._state:
+            self._size_bytes = size_bytes
+            self._state.notify_all()
 
     def begin_again(self) -> bool:
         """Let the next upload begin with the first block, if every block so far is still there.
@@ -219,6 +232,9 @@ class BlockFeed:
     def _check_going_on(self) -> None:
         if self._is_over():
             raise StorageError(f"The upload of {self._key} was given up.", operation="upload")
+
+    def _has_all(self) -> bool:
+        return self._next == self._size_bytes
 
     def _is_over(self) -> bool:
         return self._is_stopped or self._error is not None

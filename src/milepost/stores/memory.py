@@ -158,8 +158,10 @@ class MemoryWriter:
             raise UsageError(f"{self._key}: a block was written past the end, or after closing.")
         self._data[offset : offset + data.nbytes] = data.cast("B")
 
-    def close(self) -> None:
+    def close(self, size_bytes: int | None = None) -> None:
         """Accept no more."""
+        if self._is_open and size_bytes is not None:
+            del self._data[size_bytes:]
         self._is_open = False
 
     def abort(self) -> None:

@@ -21,7 +21,7 @@ class Uploading(Protocol):
     """What a store must be able to do for this writer."""
 
     def upload(self, key: str, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
-        """Upload an object, or replace it; return when it is there, whole."""
+        """Upload an object of at most a size, or replace it; return when it is there, whole."""
 
     def put_new(self, key: str, data: bytes) -> None:
         """Create a key."""
@@ -37,7 +37,7 @@ class FeedWriter:
     Args:
         store: Where to.
         key: The object.
-        size_bytes: Its size.
+        size_bytes: Its size, or more than that.
         timeout_s: How long a block may wait to be taken, and the last answer to come.
     """
 
@@ -75,16 +75,20 @@ class FeedWriter:
                 )
             self._small += view
 
-    def close(self) -> None:
+    def close(self, size_bytes: int | None = None) -> None:
         """Wait until the object is there, whole."""
         with self._lock:
             if not self._is_open:
                 return
             self._is_open = False
-        if self._size_bytes <= BLOCK_BYTES:
+            is_small = self._size_bytes <= BLOCK_BYTES
+            if size_bytes is not None:
+                self._size_bytes = size_bytes
+        if is_small:
             self._check_complete(self._size_bytes - len(self._small))
             self._store.put_new(self._key, bytes(self._small))
             return
+        self._feed.end(self._size_bytes)
         thread = self._thread
         if thread is None or (self._feed.missing_bytes and self._error is None):
             self._drop()

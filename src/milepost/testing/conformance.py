@@ -7,6 +7,7 @@ class TestMyStore(StoreConformance):
 
 from __future__ import annotations
 
+import mmap
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -259,6 +260,35 @@ class StoreConformance(ABC):
             list(pool.map(lambda s: writer.write_at(s, view[s : s + BLOCK_BYTES]), starts))
         writer.close()
         assert store.get("a") == data
+
+    def test_a_file_may_come_to_fewer_bytes_than_were_expected(self) -> None:
+        """How small compressed bytes become is known only once they were written."""
+        store = self.make_store()
+        for size_bytes in (1, 5_000, BLOCK_BYTES, 2 * BLOCK_BYTES + 5):
+            data, key = _noise(size_bytes, seed=size_bytes), f"parts/{size_bytes}"
+            for most_bytes in (size_bytes + 3, 3 * BLOCK_BYTES):
+                writer = store.create_writer(key, most_bytes)
+                with memoryview(bytearray(data)) as view:
+                    for start in range(0, size_bytes, BLOCK_BYTES):
+                        writer.write_at(start, view[start : start + BLOCK_BYTES])
+                writer.close(size_bytes)
+                assert store.head(key).size_bytes == size_bytes
+                assert store.get(key) == data
+                store.delete(key)
+
+    def test_ranges_may_begin_on_any_page(self) -> None:
+        """Compressed blocks are of any size; each begins on a page."""
+        store = self.make_store()
+        data = _noise(BLOCK_BYTES + 9_000)
+        write_key(store, "a", data)
+        reader = store.open_reader("a")
+        try:
+            for start, length in ((4096, 1), (8192, 12_345), (BLOCK_BYTES - 4096, 9_001)):
+                pages = memoryview(mmap.mmap(-1, length))[:length]
+                reader.read_into(start, pages)
+                assert bytes(pages) == data[start : start + length]
+        finally:
+            reader.close()
 
     def test_a_writer_needs_a_new_key(self) -> None:
         """Parts of an earlier attempt must not be written into."""

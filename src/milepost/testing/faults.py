@@ -178,9 +178,9 @@ class FaultWriter:
         """Count, and pass on."""
         self._store.do(f"write_at {self._key}", lambda: self._writer.write_at(offset, data))
 
-    def close(self) -> None:
+    def close(self, size_bytes: int | None = None) -> None:
         """Count, and pass on."""
-        self._store.do(f"close {self._key}", self._writer.close)
+        self._store.do(f"close {self._key}", lambda: self._writer.close(size_bytes))
 
     def abort(self) -> None:
         """Pass on, unless the process has ended."""

@@ -74,7 +74,7 @@ def bench(
 def _newest_bytes(place: str) -> int:
     store = run_store(target_of(place))
     latest = None if store is None else Run(store).latest()
-    return _DEFAULT_BYTES if latest is None else latest.manifest.size_bytes
+    return _DEFAULT_BYTES if latest is None else latest.manifest.plain_bytes
 
 
 def _print_figures(figures: PlaceFigures) -> None:

@@ -64,7 +64,7 @@ def consolidate(
     wanted = name or found.name.rpartition("/")[2]
     place_of = target_of if form is Format.milepost else path_of
     target = place_of(to or (f"{wanted}-consolidated" if form is Format.milepost else "."))
-    with loading_bar(wanted, total_bytes=found.manifest.size_bytes, is_shown=True) as bar:
+    with loading_bar(wanted, total_bytes=found.manifest.plain_bytes, is_shown=True) as bar:
         note = tally(bar)
         if form is Format.milepost:
             made = join(found, target, name=name, memory_bytes=memory_bytes, progress=note)

@@ -33,6 +33,7 @@ _TENSOR_COLUMNS = (
     Column("bytes", is_number=True),
     Column("file"),
 )
+_PLAIN_COLUMN = Column("plain bytes", is_number=True)
 _FILE_COLUMNS = (
     Column("file"),
     Column("bytes", is_number=True),
@@ -89,6 +90,7 @@ def _facts(located: Located) -> dict[str, Any]:
         "metrics": dict(found.metrics if found else made.metrics),
         "validation": validation_record(found),
         "bytes": made.size_bytes,
+        "plain_bytes": made.plain_bytes,
         "num_files": len(made.files),
         "items": list(made.items),
         "layout": made.layout,
@@ -116,7 +118,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         "progress": _pairs(counters),
         "metrics": _pairs(facts["metrics"]),
         "validation": _validation_text(facts["validation"]),
-        "size": f"{size_text(facts['bytes'])} in {count_text(facts['num_files'], 'file')}",
+        "size": _size_text(facts),
         "items": ", ".join(facts["items"]),
         "layout": f"{facts['layout']}, written by {count_text(facts['world_size'], 'rank')}",
         "lineage": f"session {facts['session']}, attempt {facts['attempt']}, "
@@ -133,6 +135,13 @@ def _print_facts(facts: dict[str, Any]) -> None:
             print(f"{title:<{width}}  {text}")
     for note in facts["notes"]:
         print(f"{'inexact':<{width}}  {note}")
+
+
+def _size_text(facts: dict[str, Any]) -> str:
+    text = f"{size_text(facts['bytes'])} in {count_text(facts['num_files'], 'file')}"
+    if facts["plain_bytes"] != facts["bytes"]:
+        text += f", compressed from {size_text(facts['plain_bytes'])}"
+    return text
 
 
 def _validation_text(record: dict[str, Any] | None) -> str:
@@ -199,6 +208,7 @@ def _file_records(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         {
             "path": entry.path,
             "bytes": entry.size_bytes,
+            "plain_bytes": entry.plain.size_bytes,
             "crc32c": f"{entry.crc:08x}",
             "linked_from": entry.linked_from,
         }
@@ -211,7 +221,12 @@ def _print_files(checkpoint: Checkpoint) -> None:
         [entry.path, f"{entry.size_bytes:,}", f"{entry.crc:08x}", entry.linked_from or ""]
         for entry in checkpoint.manifest.files
     ]
-    print_table(_FILE_COLUMNS, rows)
+    columns = list(_FILE_COLUMNS)
+    if checkpoint.manifest.is_compressed:
+        columns.insert(2, _PLAIN_COLUMN)
+        for row, entry in zip(rows, checkpoint.manifest.files, strict=True):
+            row.insert(2, f"{entry.plain.size_bytes:,}")
+    print_table(columns, rows)
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:

@@ -1,0 +1,1 @@
+"""Compressed parts: the codec, and readers that see through it."""

@@ -1,0 +1,174 @@
+"""Compressed parts: the same state comes back, whatever is in it and wherever it lies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import milepost as mp
+from milepost.cli.app import app
+from milepost.format.digest import BLOCK_BYTES, block_crcs
+from milepost.format.manifest import Manifest
+from milepost.stores.local import LocalStore
+from milepost.testing.asserts import assert_equal_states
+
+METHODS = ["zstd", "lz4"]
+
+
+class Box:
+    """Anything with a state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def trained(num_values, seed=0):
+    """Numbers as those of trained weights: of a narrow range, with random last digits."""
+    return torch.randn(num_values, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def odd_state():
+    """One of every kind that may be stored otherwise than float32 in large pieces."""
+    noise = torch.randint(0, 256, (9_000_000,), generator=torch.Generator().manual_seed(1))
+    return {
+        "large": trained(5_000_001),
+        "noise": noise.to(torch.uint8),
+        "bf16": trained(700_000).to(torch.bfloat16),
+        "half": trained(3).half(),
+        "double": trained(300_000).double(),
+        "complex": torch.complex(trained(1_000), trained(1_000)).to(torch.complex128),
+        "bool": trained(70_001) > 0,
+        "float8": trained(5_000).to(torch.float8_e4m3fn),
+        "int": torch.arange(400_000),
+        "zeros": torch.zeros(3_000_000),
+        "nan": torch.full((70_000,), float("nan")),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7.5),
+        "text": "as it is",
+    }
+
+
+def manifest_of(folder, name="a"):
+    return Manifest.from_bytes((folder / name / "manifest.json").read_bytes(), where=name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_state_comes_back_bit_for_bit(tmp_path, method):
+    """Compression is of no use if one bit of any dtype may differ."""
+    state = {**odd_state(), "many": {str(n): trained(5, n) for n in range(2_000)}}
+    with mp.Checkpointer(tmp_path, save_compression=method, box=Box(state)) as run:
+        run.save("a", wait=True)
+    back = Box(None)
+    with mp.Checkpointer(tmp_path, box=back) as run:
+        run.restore("a")
+    assert_equal_states(back.state, state)
+    manifest = manifest_of(tmp_path)
+    entry = manifest.file("box.safetensors")
+    assert entry.frames is not None
+    assert entry.size_bytes < entry.frames.size_bytes
+    assert mp.open_run(tmp_path).get("a").verify(level="full").is_good
+    assert manifest.stats["compressed_from_bytes"] == entry.frames.size_bytes
+    assert manifest.stats["compressed_to_bytes"] == entry.size_bytes
+
+
+def test_the_manifest_says_that_older_readers_cannot_read_it(tmp_path):
+    """They would call the parts damaged; a manifest without frames stays readable for them."""
+    for name, method in (("a", "zstd"), ("b", None)):
+        with mp.Checkpointer(tmp_path / name, save_compression=method, box=Box(odd_state())) as run:
+            run.save("a", wait=True)
+    formats = [
+        json.loads((tmp_path / name / "a/manifest.json").read_bytes())["format"] for name in "ab"
+    ]
+    assert formats == [2, 1]
+
+
+def test_a_plain_reader_does_not_mistake_a_compressed_part(tmp_path):
+    """The file keeps its name, so whoever opens it as it is must get an error, and no tensors."""
+    noise = torch.randint(0, 256, (20_000_000,), generator=torch.Generator().manual_seed(1))
+    for name, first in (("raw", noise), ("framed", trained(3_000_000))):
+        model = Box({"first": first.to(torch.float64), "then": trained(3_000_000)})
+        with mp.Checkpointer(tmp_path / name, save_compression="zstd", box=model) as run:
+            run.save("a", wait=True)
+        path = tmp_path / name / "a/box.safetensors"
+        assert manifest_of(tmp_path / name).file("box.safetensors").frames is not None
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.safe_open(path, "pt")
+
+
+def test_what_does_not_shrink_is_stored_as_it_is(tmp_path):
+    """Other programs can then open it, and it costs nothing to read."""
+    noise = torch.randint(
+        0, 256, (2 * BLOCK_BYTES + 5,), generator=torch.Generator().manual_seed(1)
+    )
+    noise = noise.to(torch.uint8)
+    with mp.Checkpointer(tmp_path, save_compression="lz4", box=Box({"noise": noise})) as run:
+        run.save("a", wait=True)
+    data = (tmp_path / "a/box.safetensors").read_bytes()
+    entry = manifest_of(tmp_path).file("box.safetensors")
+    # The header alone may shrink the first block; the others are there as they were.
+    if entry.frames is None:
+        with safetensors.safe_open(tmp_path / "a/box.safetensors", "pt") as file:
+            assert torch.equal(file.get_tensor("noise"), noise)
+    else:
+        assert entry.frames.lengths[1] == BLOCK_BYTES
+        assert noise.numpy().tobytes()[BLOCK_BYTES : BLOCK_BYTES + 100_000] in data
+    assert tuple(block_crcs(data)) == entry.crcs
+
+
+def test_frozen_parts_are_compressed_once_and_shared_then(tmp_path):
+    """A link to a compressed file needs the frames of it."""
+    model = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 700))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with mp.Checkpointer(
+        tmp_path, save_compression="zstd", model=model, optimizer=optimizer
+    ) as run:
+        for name in "ab":
+            run.save(name, wait=True)
+            with torch.no_grad():
+                model[1].weight.add_(1)
+    first, second = (manifest_of(tmp_path, n).file("model-frozen.safetensors") for n in "ab")
+    assert second.linked_from == "a"
+    assert second.frames is not None
+    assert second.frames == first.frames
+    path = "model-frozen.safetensors"
+    assert (tmp_path / "a" / path).stat().st_ino == (tmp_path / "b" / path).stat().st_ino
+    other = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 700))
+    mp.open_run(tmp_path).get("b").load_weights(other)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_a_file_takes_no_more_room_than_it_has_bytes(tmp_path):
+    """Room is reserved for the plain bytes, and what is not needed must go back."""
+    with mp.Checkpointer(
+        tmp_path, save_compression="zstd", box=Box({"zeros": torch.zeros(5_000_000)})
+    ) as run:
+        run.save("a", wait=True)
+    path = tmp_path / "a/box.safetensors"
+    assert path.stat().st_size < 100_000
+    assert path.stat().st_blocks * 512 < 1_000_000
+    assert LocalStore(tmp_path).head("a/box.safetensors").size_bytes == path.stat().st_size
+
+
+def test_people_are_told_what_became_of_it(tmp_path):
+    """Whether compression is worth it is seen by the sizes before and after."""
+    with mp.Checkpointer(
+        tmp_path, save_compression="zstd", box=Box({"zeros": torch.zeros(2_000_000)})
+    ) as run:
+        run.save("a", wait=True)
+    shown = CliRunner().invoke(app, ["show", str(tmp_path)])
+    assert "compressed from 7." in shown.output
+    assert "compressed to 0." in shown.output
+    shown = CliRunner().invoke(app, ["show", str(tmp_path), "--json"])
+    assert json.loads(shown.output)["plain_bytes"] > 8_000_000
