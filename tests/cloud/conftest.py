@@ -19,3 +19,9 @@ def is_put(request: Request) -> bool:
 def s3_endpoint(moto: Server) -> str:
     """A server that speaks S3, conditional creation included."""
     return moto.endpoint
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tries as ever, with a tenth of the time between them; ``test_tries`` has the times."""
+    monkeypatch.setattr("milepost.stores.tries._FIRST_PAUSE_S", 0.01)

@@ -109,8 +109,9 @@ def test_the_same_error_on_all_ranks_is_itself() -> None:
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_a_rank_that_does_not_come_is_named(absent: int) -> None:
+def test_a_rank_that_does_not_come_is_named(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others must not wait for longer than they were told to."""
+    monkeypatch.setattr("milepost.ranks.team._FOLLOWER_MARGIN_S", 0.2)
 
     def body(team: Team) -> Any:
         return team.collect("save", lambda: 1, timeout_s=0.3)
