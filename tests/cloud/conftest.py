@@ -23,5 +23,5 @@ def s3_endpoint(moto: Server) -> str:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many tries as ever, in a tenth of the time: the pauses themselves are tested without waiting."""
+    """As many tries as ever, in a tenth of the time; how long they are is tested by a clock."""
     monkeypatch.setattr("milepost.stores.tries._FIRST_PAUSE_S", 0.01)
