@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import mmap
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..stores.pages import HUGE_PAGE_BYTES, advise, page_memory
+from .pinned import register, unregister
 from .populating import Populating
 
 __all__ = ["Arena"]
@@ -41,6 +43,9 @@ class Arena:
         self._populating: Populating | None = None
         self._prepared_bytes = 0
         self._is_used = False
+        self._pinned = _Pinned()
+        # CUDA must not know memory that is there no more, also when nobody closes the run.
+        finalize(self, self._pinned.end).atexit = False
         self.generation = 0
         """Grows whenever the memory was replaced, so that what it held is gone."""
 
@@ -84,10 +89,19 @@ class Arena:
         """Wait until what was prepared is there; return whether it is."""
         return self._populating is None or self._populating.join(timeout_s)
 
-    def stop(self) -> None:
-        """Get no more memory ahead."""
+    def close(self) -> None:
+        """Get no more memory ahead, and take back what CUDA knows; it can be read as before."""
         if self._populating is not None:
             self._populating.stop()
+        self._pinned.end()
+
+    def pin(self, num_bytes: int) -> None:
+        """Have CUDA know the memory, if it can, so that devices copy to it by themselves.
+
+        Args:
+            num_bytes: How much of it is used. To be called when so much is reserved.
+        """
+        self._pinned.begin(self._bytes.data_ptr(), num_bytes)
 
     def _settle_on(self, num_bytes: int) -> None:
         """Have as much memory as is needed: no less, and hardly more."""
@@ -97,7 +111,8 @@ class Arena:
             self._populate(self._prepared_bytes, num_bytes)
         elif num_bytes < self._prepared_bytes:
             is_under_way = not self.join(0)
-            self.stop()
+            if self._populating is not None:
+                self._populating.stop()
             self._map.madvise(mmap.MADV_DONTNEED, num_bytes, self._prepared_bytes - num_bytes)
             self._prepared_bytes = num_bytes
             if is_under_way:
@@ -110,7 +125,7 @@ class Arena:
 
     def _new_map(self, num_bytes: int) -> None:
         # Let go of the old memory first: a growing state must not need both at once.
-        self.stop()
+        self.close()
         self._bytes, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
         self._array, self._populating = self._bytes.numpy(), None
         self._prepared_bytes = 0
@@ -134,3 +149,26 @@ class Arena:
         """Return a range of the memory for reading and writing."""
         assert self._map is not None
         return memoryview(self._map)[start:stop]
+
+
+class _Pinned:
+    """The range of memory that CUDA knows, or was asked to."""
+
+    def __init__(self) -> None:
+        self._address = 0
+        self._num_bytes = 0
+        self._is_known = False
+
+    def begin(self, address: int, num_bytes: int) -> None:
+        """Have CUDA know a range, once: where it refuses, it is not asked again for that memory."""
+        if address == self._address and num_bytes <= self._num_bytes:
+            return
+        self.end()
+        self._address, self._num_bytes = address, num_bytes
+        self._is_known = register(address, num_bytes)
+
+    def end(self) -> None:
+        """Take it back from CUDA."""
+        if self._is_known:
+            unregister(self._address)
+        self._address, self._num_bytes, self._is_known = 0, 0, False

@@ -28,6 +28,7 @@ from ..format.digest import BLOCK_BYTES
 from ..tensors.memory import host_bytes
 from .arena import Arena
 from .filled import Filled, NotWantedError
+from .pinned import side_streams
 from .plan import PartPlan
 from .workers import Workers
 
@@ -107,10 +108,19 @@ class Filling(Filled):
         arena: The memory.
         fills: What goes there, in its order.
         end_bytes: Where the state ends in it.
+        cuda: CUDA devices that some of it lies on.
     """
 
-    def __init__(self, arena: Arena, fills: Sequence[PartFill], *, end_bytes: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        fills: Sequence[PartFill],
+        *,
+        end_bytes: int,
+        cuda: Sequence[torch.device] = (),
+    ) -> None:
         super().__init__(start_bytes=0, end_bytes=end_bytes)
+        self._cuda = cuda
         self._is_over = False
         self._arena = arena
         self._fills = fills
@@ -130,7 +140,7 @@ class Filling(Filled):
         self._thread = threading.current_thread()
         started_s = time.perf_counter()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), side_streams(self._cuda):
                 if is_awaited:
                     self._copy_in_order()
                 else:
@@ -314,7 +324,9 @@ def copy_bytes(into: Tensor, source: Tensor) -> None:
 def synchronize(tensors: Sequence[Tensor]) -> None:
     """Wait for copies from accelerators, which return before they are done."""
     for device in {tensor.device for tensor in tensors}:
-        if device.type != "cpu":
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # ours; see ``pinned.py``
+        elif device.type != "cpu":
             getattr(torch, device.type).synchronize(device)
 
 

@@ -253,7 +253,7 @@ class Saver(Generic[T]):
     def close(self) -> None:
         """Wait for what is being copied; a save that is being written goes on."""
         self._barrier.leave()
-        self._stager.arena.stop()
+        self._stager.arena.close()
 
     def _require_may_save(self) -> None:
         if os.getpid() != self._pid:

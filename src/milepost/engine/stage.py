@@ -104,6 +104,9 @@ class Stager:
         replaced = self.arena.reserve(plan.arena_bytes)
         if replaced or plan is not self._plan:
             self._lay_out(plan)
+        cuda = [one for one in _devices(items) if one.type == "cuda"]
+        if cuda:
+            self.arena.pin(plan.arena_bytes)
         by_name = {item.name: item for item in items}
         parts: list[StagedPart] = []
         fills: list[PartFill] = []
@@ -125,7 +128,7 @@ class Stager:
                 parts.append(StagedPart(part, is_unchanged=is_unchanged))
                 if not is_unchanged:
                     fills.append(self._fill(part, sources, destinations, left_out))
-        filling = Filling(self.arena, fills, end_bytes=plan.arena_bytes)
+        filling = Filling(self.arena, fills, end_bytes=plan.arena_bytes, cuda=cuda)
         return Staging(parts, filling, Copy(late, end_bytes=plan.arena_bytes))
 
     def _fill(
@@ -200,6 +203,10 @@ def why_not_late(owned: Late, copy: Filled) -> str:
     if not can_peek():
         return FORBIDDEN
     return owned.reason or ("" if copy.is_late else NOTHING_LARGE)
+
+
+def _devices(items: Sequence[PackedItem]) -> set[torch.device]:
+    return {tensor.device for item in items for tensor in item.tensors}
 
 
 def _unchanged(staged: Sequence[Tensor], live: Sequence[Tensor]) -> set[int]:

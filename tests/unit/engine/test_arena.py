@@ -126,7 +126,7 @@ def test_a_state_beyond_the_estimate_gets_memory_of_its_own():
     generation = arena.generation
     arena.prepare(128 * MIB)
     assert arena.generation == generation
-    arena.stop()
+    arena.close()
     assert arena.join(60)
 
 
