@@ -79,8 +79,9 @@ class Checkpointer:
         resume: ``"auto"`` goes on from the newest whole checkpoint or starts afresh; ``"must"``
             refuses to start afresh; ``"never"`` refuses a run that holds checkpoints.
         save_format: ``"milepost"``, or ``"torch"`` for one file per checkpoint.
-        save_compression: Makes parts smaller while they are written: ``"zstd"`` or ``"lz4"``. Of
-            single files: ``"gzip"``, ``"bzip2"``, ``"lzma"``.
+        save_compression: Makes parts smaller while they are written: ``"zstd"`` or ``"lz4"``;
+            ``"auto"``: where the place is slow enough for it. Of single files: ``"gzip"``,
+            ``"bzip2"``, ``"lzma"``.
         save_name_format: Pattern for names, such as ``"{name}"`` or ``"ep{epoch}-ba{batch}"``.
         on_save_error: ``"raise"`` at the next chance, or ``"warn"`` and go on training.
         max_failed_saves: With ``"warn"``: how many saves in a row may fail before training stops.

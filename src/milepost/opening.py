@@ -62,7 +62,7 @@ class WriterOptions:
             that is whole, or starts afresh; ``must`` refuses to start afresh.
         keep: Retention; what at least one policy keeps, stays. Empty keeps everything.
         save_format: ``milepost``, or ``torch`` for one file per checkpoint.
-        save_compression: Of parts: zstd or lz4; of single files: gzip, bzip2, lzma; or empty.
+        save_compression: Of parts: zstd, lz4 or auto; of single files: gzip, bzip2, lzma; or empty.
         on_save_error: ``raise`` at the next chance, or ``warn`` and go on training.
         max_failed_saves: With ``warn``: how many saves in a row may fail.
         link_unchanged: Whether frozen weights that did not change share one file.

@@ -34,7 +34,7 @@ def check_compression(compression: str | None, save_format: str) -> str:
         UsageError: Unknown, of the other format, or of a library that is not installed.
     """
     name = compression or ""
-    of_torch, of_parts = [one for one in SUFFIXES if one], list(METHODS)
+    of_torch, of_parts = [one for one in SUFFIXES if one], [*METHODS, "auto"]
     if name not in ("", *of_torch, *of_parts):
         raise UsageError(
             f"save_compression={compression!r} is not known.",
@@ -48,7 +48,7 @@ def check_compression(compression: str | None, save_format: str) -> str:
             hint=f"Use {_quoted(of_torch if is_torch else of_parts)}, or "
             f'save_format="{"milepost" if is_torch else "torch"}", or "" for none.',
         )
-    if name in of_parts:
+    if name in METHODS:
         load_codec(f"save_compression={name!r}")
     return name
 

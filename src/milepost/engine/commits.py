@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, FencedError
+from ..format.digest import BLOCK_BYTES
 from ..format.header import StoredTensor
 from ..format.manifest import FileEntry, Manifest
-from ..frames.codec import METHODS
+from ..frames.codec import Method
 from ..ranks.lines import Desk, call
 from ..ranks.solo import Deadlines, Team
 from ..runs.costs import together
@@ -34,6 +35,7 @@ from ..tensors.unpack import unpack_item
 from ..version import __version__
 from ..visible import SUFFIXES
 from .arena import Arena
+from .choosing import Choice
 from .documents import TreeTexts, documents, layout_state, places
 from .filled import Filled
 from .framing import Packing, packing_of
@@ -43,7 +45,7 @@ from .links import Links
 from .single import check_plain, encode_single
 from .stage import StagedPart
 from .together import Share, agree
-from .write import FileJob, WriteCost, copied_job, file_job, write_files
+from .write import NUM_THREADS, FileJob, WriteCost, copied_job, file_job, write_files
 
 __all__ = ["Committer", "SaveRequest", "Work"]
 
@@ -168,6 +170,8 @@ class Committer:
         self._team = team
         self._deadlines = deadlines
         self._compression = compression
+        self._choice = Choice(compression, num_threads=NUM_THREADS)
+        self._method: Method | None = None
         self._clock = clock
         self._texts = TreeTexts()
         self._parent = session.origin.name if session.origin else None
@@ -276,6 +280,7 @@ class Committer:
         self, held: Claim, work: Work, desk: Desk | None, address: Any
     ) -> list[FileEntry]:
         """Write what this rank has to write of a checkpoint."""
+        self._method = self._chosen(work)
         if work.is_joined:
             work.require_copy()
             entries = self._write_joined(held, work, desk, address)
@@ -363,6 +368,7 @@ class Committer:
             _log.warning("What was written too late to %s was not removed: %s", held.folder, error)
 
     def _write(self, held: Claim, work: Work) -> Manifest:
+        self._method = self._chosen(work)
         started_s = time.perf_counter()
         if work.layout == "torch":
             work.require_copy()
@@ -431,8 +437,24 @@ class Committer:
 
     def _packing(self, tensors: Sequence[StoredTensor], size_bytes: int) -> Packing | None:
         """Return how a part is compressed, if it is."""
-        method = next((one for one in METHODS if one == self._compression), None)
-        return None if method is None else packing_of(tensors, size_bytes, method=method)
+        if self._method is None:
+            return None
+        return packing_of(tensors, size_bytes, method=self._method)
+
+    def _chosen(self, work: Work) -> Method | None:
+        """Return how the parts of a save are compressed, if they are."""
+        if not work.staged or work.layout == "torch":
+            return None
+        return self._choice.method(partial(self._sample, work))
+
+    def _sample(self, work: Work) -> tuple[memoryview, int]:
+        """Return a block from the middle of the largest part, and the size of its elements."""
+        plan = max((part.plan for part in work.staged), key=lambda plan: plan.size_bytes)
+        start = plan.size_bytes // 2 // BLOCK_BYTES * BLOCK_BYTES
+        block = self._arena.view(plan.arena_start, plan.arena_stop)[start : start + BLOCK_BYTES]
+        work.require_copy(plan.arena_start, start + len(block))
+        packing = packing_of(plan.tensors, plan.size_bytes, method="zstd")
+        return block, packing.item_bytes[start // BLOCK_BYTES] if packing is not None else 1
 
     def _write_files(
         self,
@@ -442,8 +464,16 @@ class Committer:
         *,
         packings: Mapping[str, Packing] | None = None,
     ) -> list[FileEntry]:
-        cost = WriteCost()
+        cost, started_s = WriteCost(), time.perf_counter()
         entries = write_files(self.store, jobs, cost=cost, packings=packings)
+        self._choice.note(
+            plain_bytes=sum(entry.plain.size_bytes for entry in entries),
+            stored_bytes=sum(entry.size_bytes for entry in entries),
+            write_s=time.perf_counter() - started_s,
+            put_s=cost.frames.put_s + cost.sync_s if packings else None,
+        )
+        if self._choice.why:
+            work.stats["compression"] = self._choice.why
         work.stats["sync_s"] = cost.sync_s
         if packings:
             work.stats["compressed_from_bytes"] = cost.frames.plain_bytes

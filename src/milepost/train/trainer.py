@@ -98,8 +98,9 @@ class Trainer:
             or no limit if ``mean_time_between_failures`` is given.
         mean_time_between_failures: With ``"auto"``: how often something ends the training, such as
             ``"6h"``. Saves come as often as makes them and lost work cost the least.
-        save_compression: ``"zstd"`` or ``"lz4"`` makes parts smaller while they are written;
-            ``"gzip"``, ``"bzip2"`` or ``"lzma"`` single-file checkpoints.
+        save_compression: ``"zstd"`` or ``"lz4"`` makes parts smaller while they are written,
+            ``"auto"`` where the place is slow enough for it; ``"gzip"``, ``"bzip2"`` or ``"lzma"``
+            single-file checkpoints.
         save_format: ``"milepost"``, or ``"torch"`` for one ``.pt`` file per checkpoint.
         sharding: Of several ranks: ``"auto"``, each writes what it holds; ``"consolidated"``,
             rank 0 writes whole tensors into files that any tool opens.
