@@ -198,6 +198,47 @@ class Checkpoint:
 
         return load_weights(self.source(), item or "model", model, strict=strict, rename=rename)
 
+    def map_weights(self, item: str = "model", *, verify: bool = False) -> dict[str, Any]:
+        """Return the weights of a model over the file they are in, to use and not to train.
+
+        Nothing is read before it is used, and processes that map one checkpoint share its pages.
+        The tensors may be written to: what is written stays with them, and the file as it is. On a
+        local disk they stay as they are when the checkpoint is deleted.
+
+        On a machine that fails, read instead: a page that the disk cannot give, or that is gone
+        because somebody cut the file short, ends the process (SIGBUS) without an error.
+
+        Args:
+            item: Name of the model in the checkpoint.
+            verify: Whether to read every byte once and compare it with its checksum. Otherwise only
+                sizes and names are checked. A page that the system has dropped and reads again is
+                not compared again.
+
+        Returns:
+            Tensors by name, for ``model.load_state_dict(weights, assign=True)``.
+
+        Raises:
+            UsageError: It is not in files of this machine, is compressed, is a single file, or its
+                tensors are in pieces that several ranks wrote.
+            MissingError: No such item.
+            DamagedError: A file of another size than was written; with ``verify`` also bytes that
+                do not match their checksum.
+        """
+        from .engine.mapped import map_item
+        from .engine.read import CheckpointSource
+
+        with self.held():  # from here on it may be deleted
+            source = self.source()
+            if not isinstance(source, CheckpointSource):
+                raise UsageError(
+                    f"{self.url} is a single file, which has to be taken apart.",
+                    safe="Nothing was changed.",
+                    hint="Read it with load or load_weights.",
+                    path=self.url,
+                )
+            found = map_item(source, item, store=self.store, folder=self.folder, verify=verify)
+        return dict(found)
+
     def source(
         self,
         *,
