@@ -71,8 +71,8 @@ def strays(run: str) -> list[str]:
 
 def open_uploads(place: Place) -> list[str]:
     """Return the objects of a bucket whose upload was begun and not ended, as its server says."""
-    if place.server is None or place.server.name != "moto":
-        return []  # the gateway of JuiceFS lists none, and the other services keep none
+    if place.server is None or place.server.name not in ("moto", "juicefs"):
+        return []  # the other services keep none, or show none
     prefix = place.root.removeprefix(f"{place.server.url}/")
     listed = s3_client(place.server).list_multipart_uploads(Bucket="runs")
     keys = [one["Key"] for one in listed.get("Uploads", [])]

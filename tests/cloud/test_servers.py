@@ -104,6 +104,38 @@ def test_three_starts_go_on_from_the_newest_and_leave_nothing_here(
     assert strays(run) == []
 
 
+@pytest.mark.parametrize("place", ["moto"], indirect=True)
+@pytest.mark.parametrize("save_format", ["milepost", "torch"])
+def test_three_starts_of_a_trainer_leave_nothing_here_but_copies(
+    place: Place, here: Path, tmp_path: Path, save_format: str
+) -> None:
+    """The copies are in the folder that was given for them, and of the newest two."""
+    run, cache = place.run("run"), tmp_path / "cache"
+    data = TensorDataset(torch.arange(96.0).reshape(12, 8), torch.ones(12, 1))
+    for number in range(3):
+        torch.manual_seed(number)
+        model = torch.nn.Linear(8, 1)
+        trainer = mp.Trainer(
+            model=model,
+            loss_fn=torch.nn.functional.mse_loss,
+            train_dataloader=DataLoader(data, batch_size=4, shuffle=True),
+            optimizers=torch.optim.AdamW(model.parameters()),
+            max_duration=f"{number + 1}ep",
+            save_folder=run,
+            save_format=save_format,  # type: ignore[arg-type]
+            local_cache=cache,
+            resume="auto",
+            progress_bar=False,
+        )
+        assert trainer.state.timer.epoch == number
+        trainer.fit()
+        trainer.close()
+        assert model.weight.equal(mp.open_run(run).latest().load()["state"]["model"]["weight"])
+    kept = sorted(path.name[:17] for path in cache.glob("milepost-cache-*/*/????????-*"))
+    assert kept == ["00000002-00000001", "00000003-00000001"]  # session and attempt
+    assert [one.name for one in mp.open_run(run).checkpoints()] == ["ep1", "ep2", "ep3"]
+
+
 @pytest.mark.parametrize("place", SERVERS, indirect=True)
 def test_of_two_writers_the_older_is_told_to_stop(
     place: Place, caplog: pytest.LogCaptureFixture
