@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from milepost.stores import (
     PrefixStore,
 )
 from milepost.testing import Fault, FaultStore, read_key
+from milepost.testing.forking import Forked, start_script
 from milepost.testing.proxy import (
     Answer,
     FaultProxy,
@@ -394,6 +393,8 @@ def test_a_killed_training_leaves_a_whole_copy_and_the_next_sends_the_rest(
 ) -> None:
     """Its upload processes end with it."""
     prefix, folder = f"killed-{time.time_ns()}", tmp_path / "here"
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
     reached, go_on = threading.Event(), threading.Event()
 
     def hold(request: Request, forward: Forward) -> Answer:
@@ -404,11 +405,10 @@ def test_a_killed_training_leaves_a_whole_copy_and_the_next_sends_the_rest(
     def is_second_manifest_near(request: Request) -> bool:
         return is_put(request) and "/ep2/optimizers.safetensors" in request.path
 
-    def start(epochs: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-c", TRAIN, proxy.endpoint, str(epochs), str(folder), prefix],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    def start(epochs: int) -> Forked:
+        arguments = [proxy.endpoint, str(epochs), str(folder), prefix]
+        env = {"OMP_NUM_THREADS": "1"}
+        return start_script(script, *arguments, log=tmp_path / "train.log", env=env)
 
     def puts(name: str) -> int:
         return len([one for one in proxy.seen if is_put(one) and one.path.endswith(name)])
@@ -418,8 +418,7 @@ def test_a_killed_training_leaves_a_whole_copy_and_the_next_sends_the_rest(
     assert reached.wait(60)
     children = _children(process.pid)
     assert children
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
+    process.kill()
     deadline_s = time.monotonic() + 30
     while [pid for pid in children if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline_s, "an upload process outlived its parent"

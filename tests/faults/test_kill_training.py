@@ -6,13 +6,10 @@ goes on. At the end the weights and the losses are those of a training that nobo
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ import milepost as mp
 from milepost.checkpoint import run_store
 from milepost.runs import Level, State, this_process
 from milepost.testing.asserts import assert_equal_states
+from milepost.testing.forking import Forked, start_script
 
 from ..places import Place, open_uploads, strays
 
@@ -57,12 +55,19 @@ class Job:
         told = self.folder / "acked.log"
         return told.read_text().split() if told.exists() else []
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> Forked:
         where = [self.run, str(self.folder / "acked.log"), str(self.folder / "result.pt")]
-        return subprocess.Popen(
-            [sys.executable, str(SCRIPT), *where, str(self.keep), str(self.bulk)],
-            env={**os.environ, **self.place.environment, "OMP_NUM_THREADS": "1"},
+        return start_script(
+            SCRIPT,
+            *(*where, str(self.keep), str(self.bulk)),
+            log=self.folder / "output.log",
+            env={**self.place.environment, "OMP_NUM_THREADS": "1"},
         )
+
+    def end(self) -> None:
+        """Start a life that nobody disturbs."""
+        code = self.start().wait(LIFE_S)
+        assert code == 0, (self.folder / "output.log").read_text()
 
     def result(self) -> dict[str, Any]:
         return torch.load(self.folder / "result.pt", weights_only=True)
@@ -116,21 +121,17 @@ def kill_somewhere(job: Job, rng: random.Random) -> bool:
         while process.poll() is None and len(job.acknowledged) == before:
             if job.place.server is not None:
                 check_newest(job)
-            try:
+            with suppress(mp.DeadlineError):
                 process.wait(0.002)
-            except subprocess.TimeoutExpired:
-                continue
         deadline_s = time.monotonic() + after_s
         while job.place.server is not None and time.monotonic() < deadline_s - 0.1:
             check_newest(job)
         process.wait(max(0.0, deadline_s - time.monotonic()))
-    except subprocess.TimeoutExpired:
+    except mp.DeadlineError:
         return True
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.wait(LIFE_S)
-    assert process.returncode == 0
+        process.kill()
+    assert process.wait(0) == 0, (job.folder / "output.log").read_text()
     return False
 
 
@@ -143,7 +144,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
         if bulk not in ends:
             folder = tmp_path_factory.mktemp("straight")
             job = Job(Place(str(folder)), folder, bulk=bulk)
-            assert job.start().wait(LIFE_S) == 0
+            job.end()
             ends[bulk] = job.result()
         return ends[bulk]
 
@@ -160,7 +161,7 @@ def run_with_kills(job: Job, expected: dict[str, Any], *, num_kills: int, seed: 
         if not was_killed:
             break
     assert kills > 0
-    assert job.start().wait(LIFE_S) == 0
+    job.end()
     check_run(job)
     view = mp.open_run(job.run).view
     left = [f.name for f in view.found if f.state in (State.INCOMPLETE, State.DELETING)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ import milepost as mp
 from milepost.engine import filling
 from milepost.runs import State
 from milepost.testing.asserts import assert_equal_states
+from milepost.testing.forking import start_script
 
 publish_module = import_module("milepost.runs.publish")
 
@@ -309,22 +308,20 @@ def test_a_crash_loop_leaves_only_the_newest_diagnostics(tmp_path: Path) -> None
     assert len([found for found in view.found if found.state is State.DIAGNOSTIC]) == 3
 
 
-def run_script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
+def run_script(folder: Path, body: str) -> tuple[int, str]:
+    """Return the exit code and the output, errors included."""
+    script, log = folder / "script.py", folder / "script.log"
     script.write_text(textwrap.dedent(body))
-    return subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-    )
+    code = start_script(script, log=log).wait(60)
+    return code, log.read_text()
 
 
-def test_a_save_that_fails_after_an_impatient_close_fails_the_process(tmp_path: Path) -> None:
+def test_a_save_that_fails_after_an_impatient_close_fails_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A close that gave up waiting has not seen the end, so the end of the process looks."""
-    done = run_script(
+    monkeypatch.chdir(tmp_path)
+    code, said = run_script(
         tmp_path,
         """
         import threading, milepost as mp, torch
@@ -343,14 +340,17 @@ def test_a_save_that_fails_after_an_impatient_close_fails_the_process(tmp_path: 
         gate.set()
         """,
     )
-    assert done.stdout == "gave up\n"
-    assert "boom" in done.stderr
-    assert done.returncode == 1
+    assert "gave up\n" in said
+    assert "boom" in said
+    assert code == 1
 
 
-def test_a_signal_after_the_last_batch_still_ends_the_process(tmp_path: Path) -> None:
+def test_a_signal_after_the_last_batch_still_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever sent it waits for the process to end, and the script would go on."""
-    done = run_script(
+    monkeypatch.chdir(tmp_path)
+    code, said = run_script(
         tmp_path,
         """
         import os, signal, milepost as mp, torch
@@ -360,14 +360,15 @@ def test_a_signal_after_the_last_batch_still_ends_the_process(tmp_path: Path) ->
         print("went on")
         """,
     )
-    assert done.returncode == 143
-    assert "went on" not in done.stdout
+    assert code == 143
+    assert "went on" not in said
     assert [c.name for c in mp.open_run(tmp_path / "run").checkpoints()] == ["last"]
 
 
-def test_a_forked_child_ends_on_sigterm(tmp_path: Path) -> None:
+def test_a_forked_child_ends_on_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has inherited a handler that only takes a note, which nobody there would read."""
-    done = run_script(
+    monkeypatch.chdir(tmp_path)
+    _, said = run_script(
         tmp_path,
         """
         import os, signal, time, milepost as mp, torch
@@ -385,7 +386,7 @@ def test_a_forked_child_ends_on_sigterm(tmp_path: Path) -> None:
             print(os.WTERMSIG(status))
         """,
     )
-    assert done.stdout == f"{int(signal.SIGTERM)}\n", done.stderr
+    assert said == f"{int(signal.SIGTERM)}\n"
 
 
 def test_gradients_of_an_optimizer_tracked_late_are_restored(tmp_path: Path) -> None:

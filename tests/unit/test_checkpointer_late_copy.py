@@ -10,8 +10,6 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from milepost.engine.barrier import wait_for_copies
 from milepost.engine.copying import Copy
 from milepost.runs import State, scan
 from milepost.stores import LocalStore
+from milepost.testing.forking import start_script
 
 SIZE = 256  # 256 KiB a matrix
 
@@ -442,11 +441,10 @@ def test_a_process_killed_in_the_copy_leaves_no_checkpoint(tmp_path: Path) -> No
         run.save("a")
         """
     )
+    script, log = tmp_path / "script.py", tmp_path / "script.log"
+    script.write_text(program)
     for how, code in (("kill", -signal.SIGKILL), ("end", 0)):
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path / how), how], timeout=60, check=False
-        )
-        assert done.returncode == code
+        assert start_script(script, str(tmp_path / how), how, log=log).wait(60) == code
     states = {one.state for one in scan(LocalStore(tmp_path / "kill")).found}
     assert states <= {State.INCOMPLETE}
     assert mp.open_run(tmp_path / "end").get("a").verify().is_good

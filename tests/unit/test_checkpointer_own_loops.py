@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import milepost as mp
+from milepost.testing.forking import Forked, start_script
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
@@ -115,39 +115,45 @@ LOOP = """
 """
 
 
-def start(folder: Path, body: str, grace_s: float = 30.0) -> subprocess.Popen[str]:
-    code = textwrap.dedent(LOOP).format(folder=str(folder), body=body, grace_s=grace_s)
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "go\n"
+def start(folder: Path, body: str, grace_s: float = 30.0) -> Forked:
+    """Start a loop beside the test, and wait until it runs."""
+    script, log = folder / "loop.py", folder / "loop.log"
+    run = str(folder / "run")
+    script.write_text(textwrap.dedent(LOOP).format(folder=run, body=body, grace_s=grace_s))
+    child = start_script(script, log=log)
+    deadline_s = time.monotonic() + 30
+    while not log.exists() or "go\n" not in log.read_text():
+        assert child.poll() is None, log.read_text()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
     return child
 
 
 def test_a_loop_that_only_saves_ends_on_sigterm(tmp_path: Path) -> None:
     """There is no other moment at which it could."""
-    with start(tmp_path, "run.save()") as child:
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == 128 + signal.SIGTERM
-    assert mp.open_run(tmp_path).latest() is not None
+    child = start(tmp_path, "run.save()")
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) == 128 + signal.SIGTERM
+    assert mp.open_run(tmp_path / "run").latest() is not None
 
 
 def test_the_grace_period_over_the_next_signal_ends_the_process(tmp_path: Path) -> None:
     """A loop that never comes to a save must not become immune."""
-    with start(tmp_path, "pass", grace_s=0.2) as child:
-        child.send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            child.wait(1)
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == -signal.SIGTERM
+    child = start(tmp_path, "pass", grace_s=0.2)
+    child.send_signal(signal.SIGTERM)
+    with pytest.raises(mp.DeadlineError):
+        child.wait(1)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) == -signal.SIGTERM
 
 
 def test_a_second_signal_within_the_grace_period_changes_nothing(tmp_path: Path) -> None:
     """Launchers often send two, and the first save must not be cut off by it."""
-    with start(tmp_path, "run.step(); run.wait()") as child:
-        child.send_signal(signal.SIGTERM)
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == 128 + signal.SIGTERM
-    latest = mp.open_run(tmp_path).latest()
+    child = start(tmp_path, "run.step(); run.wait()")
+    child.send_signal(signal.SIGTERM)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) == 128 + signal.SIGTERM
+    latest = mp.open_run(tmp_path / "run").latest()
     assert latest is not None
     assert latest.manifest.reason == "signal"
 
@@ -155,10 +161,10 @@ def test_a_second_signal_within_the_grace_period_changes_nothing(tmp_path: Path)
 def test_a_loop_that_looks_at_the_signal_acts_by_itself(tmp_path: Path) -> None:
     """It has its own way out, and a save on that way must not end it."""
     body = "run.stop_signal and (run.save('own', wait=True), run.close(), exit(7))"
-    with start(tmp_path, body) as child:
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == 7
-    assert [one.name for one in mp.open_run(tmp_path).checkpoints()] == ["own"]
+    child = start(tmp_path, body)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) == 7
+    assert [one.name for one in mp.open_run(tmp_path / "run").checkpoints()] == ["own"]
 
 
 def test_a_mistyped_option_is_named(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def _become(asked: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["folder"])
-    sys.argv = [asked["script"]]
-    sys.path[0] = str(Path(asked["script"]).parent)
+    sys.argv = asked["argv"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
     # Whoever drew from them, and whoever forgets to seed them, gets other numbers each time.
     random.seed()
     sys.modules["numpy"].random.seed()
@@ -87,7 +87,7 @@ def _main() -> None:
     asked = _serve()
     if asked is not None:
         _become(asked)
-        runpy.run_path(asked["script"], run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, DeadlineError
 
-__all__ = ["Forked", "forker_of"]
+__all__ = ["Forked", "forker_of", "start_script"]
 
 _ANSWER_S = 120.0
 _REAP_S = 30.0
@@ -50,12 +50,22 @@ class Forked:
             self._code = self._forker.reap(self.pid)
         return self._code
 
-    def kill(self) -> None:
-        """Kill it, if it has not ended, and wait for its end."""
+    def poll(self) -> int | None:
+        """Return its exit code if it has ended."""
+        with suppress(DeadlineError):
+            return self.wait(0)
+        return None
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal. Once it has ended, nothing happens."""
         if self._code is None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
-            self.wait(_REAP_S)
+                signal.pidfd_send_signal(self._fd, number)
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended, and wait for its end."""
+        self.send_signal(signal.SIGKILL)
+        self.wait(_REAP_S)
 
 
 class _Forker:
@@ -77,18 +87,19 @@ class _Forker:
         self._is_ready = False
         atexit.register(self._close)
 
-    def start(self, script: Path, *, env: Mapping[str, str], log: Path) -> Forked:
+    def start(self, script: Path, *arguments: str, env: Mapping[str, str], log: Path) -> Forked:
         """Run a script as a new interpreter would.
 
         Args:
             script: The script.
+            *arguments: What it finds in ``sys.argv``.
             env: All of its environment.
             log: Where its output is appended, errors included.
 
         Raises:
             CheckpointError: Nothing can be forked; why is in the output of the tests.
         """
-        asked = {"script": str(script), "log": str(log), "folder": str(Path.cwd())}
+        asked = {"argv": [str(script), *arguments], "log": str(log), "folder": str(Path.cwd())}
         return Forked(self._ask({**asked, "env": dict(env)}), self)
 
     def reap(self, pid: int) -> int:
@@ -133,3 +144,17 @@ def forker_of(rank: int) -> _Forker:
     processes, and so does the order of sets.
     """
     return _Forker(rank)
+
+
+def start_script(
+    script: Path, *arguments: str, log: Path, env: Mapping[str, str] | None = None
+) -> Forked:
+    """Run a script beside this process, which costs it no time to load torch.
+
+    Args:
+        script: The script.
+        *arguments: What it finds in ``sys.argv``.
+        log: Where its output is appended, errors included.
+        env: Variables that it gets beside those of this process.
+    """
+    return forker_of(0).start(script, *arguments, env={**os.environ, **(env or {})}, log=log)
