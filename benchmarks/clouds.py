@@ -13,6 +13,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from figures import Figures
 from gateway import BUCKET, Gateway, gateway
 from obstore.store import from_url
 
+from milepost import Checkpointer, open_run
 from milepost.format.digest import BLOCK_BYTES
 from milepost.stores.cloud import CloudStore
 
@@ -32,8 +35,34 @@ _NUM_REQUESTS = 8
 _SETTLE_S = 0.5
 """The server goes on working for a moment when it has answered, on the cores of who copies next."""
 
+_NUM_LAYERS = 16
+"""134 MB of weights: several requests for blocks that lie side by side."""
+
+_OURS = "milepost"
 _OBJECT = "peer"
 Transfer = Callable[[Gateway, memoryview], Callable[[], Any]]
+
+
+@dataclass(slots=True)
+class _Round:
+    """Takes the figures of a round: seconds, and processor time of both sides.
+
+    Attributes:
+        bucket: The server.
+        row: The figures.
+    """
+
+    bucket: Gateway
+    row: dict[str, float] = field(default_factory=dict)
+
+    def timed(self, name: str, call: Callable[[], Any]) -> None:
+        """Call, and take what it cost; what the server does for it afterwards counts for it too."""
+        served_s, ours_s, start = self.bucket.cpu_s, time.process_time(), time.perf_counter()
+        call()
+        self.row[name] = time.perf_counter() - start
+        self.row[f"{name} client"] = time.process_time() - ours_s
+        time.sleep(_SETTLE_S)
+        self.row[f"{name} server"] = self.bucket.cpu_s - served_s
 
 
 def save_and_load(folder: Path, *, rounds: int) -> tuple[Figures, int]:
@@ -54,32 +83,91 @@ def save_and_load(folder: Path, *, rounds: int) -> tuple[Figures, int]:
         ):
             local.save("warm", wait=True)
             for index in range(rounds + 1):
-                row: dict[str, float] = {}
-                for name, upload in uploads.items():
-                    row[f"{name} up"] = _timed(upload)
+                taken, saved = _Round(bucket), f"round{index}"
+                for name in _turned([*uploads, _OURS], index):
+                    if name == _OURS:
+                        taken.timed(f"{name} up", partial(_save, run, saved, taken.row))
+                        continue
+                    taken.timed(f"{name} up", uploads[name])
                     if name != "obstore":  # which is loaded below
                         client.delete_object(Bucket=BUCKET, Key=f"{_OBJECT}-{name}")
-                time.sleep(_SETTLE_S)
                 start = time.perf_counter()
-                pending = run.save(f"round{index}")
-                row["milepost blocking"] = time.perf_counter() - start
-                pending.wait()
-                row["milepost up"] = time.perf_counter() - start
-                time.sleep(_SETTLE_S)
-                start = time.perf_counter()
-                beside = local.save(f"round{index}")
-                row["local blocking"] = time.perf_counter() - start
+                beside = local.save(saved)
+                taken.row["local blocking"] = time.perf_counter() - start
                 beside.wait()
-                for name, download in downloads.items():
-                    row[f"{name} down"] = _timed(download)
-                start = time.perf_counter()
-                run.restore(pending.name, items=["model"])
-                row["milepost down"] = time.perf_counter() - start
-                for entry in store.list(pending.name):
+                downloads[_OURS] = partial(run.restore, saved, items=["model"])
+                for name in ("obstore", _OURS):
+                    downloads[name]()  # the first look at new bytes costs the server twice as much
+                for name in _turned(list(downloads), index):
+                    taken.timed(f"{name} down", downloads[name])
+                for entry in store.list(saved):
                     client.delete_object(Bucket=BUCKET, Key=f"run/{entry.key}")
+                client.delete_object(Bucket=BUCKET, Key=f"{_OBJECT}-obstore")
+                time.sleep(_SETTLE_S)
                 if index:  # the first round warms every variant
-                    figures.add_round(row)
+                    figures.add_round(taken.row)
+        figures.add("weights bytes", _share_of_weights(bucket))
     return figures, size
+
+
+def _save(run: Checkpointer, name: str, row: dict[str, float]) -> None:
+    start = time.perf_counter()
+    pending = run.save(name)
+    row[f"{_OURS} blocking"] = time.perf_counter() - start
+    pending.wait()
+
+
+def _turned(names: list[str], count: int) -> list[str]:
+    """Return names in turn, so that nobody always follows on the same one."""
+    start = count % len(names)
+    return names[start:] + names[:start]
+
+
+class _Read:
+    """A store that counts what is read of parts."""
+
+    def __init__(self, store: CloudStore) -> None:
+        self._store = store
+        self.num_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def open_reader(self, key: str) -> Any:
+        """Open a key, and count its ranges."""
+        reader: Any = self._store.open_reader(key)
+        for way in ("stream", "lend"):
+            setattr(reader, way, self._counted(getattr(reader, way)))
+        return reader
+
+    def _counted(self, ask: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+        def counted(offset: int, length: int) -> Any:
+            self.num_bytes += length
+            return ask(offset, length)
+
+        return counted
+
+
+def _share_of_weights(bucket: Gateway) -> float:
+    """Return what a load of the weights alone reads of a checkpoint with both moments of AdamW."""
+    import torch
+
+    model, other = (
+        torch.nn.Sequential(*(torch.nn.Linear(1448, 1448) for _ in range(_NUM_LAYERS)))
+        for _ in range(2)
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1448)).sum().backward()
+    optimizer.step()
+    store: Any = _Read(CloudStore(f"s3://{BUCKET}/weights", config=bucket.options))
+    with Checkpointer(store, model=model, optimizer=optimizer, handle_signals=False) as run:
+        run.save("all", wait=True)
+    saved = open_run(store).get("all")
+    store.num_bytes = 0
+    saved.load_weights(other)
+    if not all(map(torch.equal, model.state_dict().values(), other.state_dict().values())):
+        raise RuntimeError("The weights that were loaded are not those that were saved.")
+    return float(store.num_bytes / saved.manifest.size_bytes)
 
 
 def missing() -> list[str]:
@@ -93,12 +181,6 @@ def _state(num_bytes: int) -> State:
     generator = torch.Generator().manual_seed(0)
     count = max(1, num_bytes // (32 * 2**20))
     return {f"w{n}": torch.randn(2896, 2896, generator=generator) for n in range(count)}
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def _has(name: str) -> bool:
@@ -137,9 +219,13 @@ def _obstore_down(bucket: Gateway, memory: memoryview) -> Callable[[], Any]:
 
 def _boto3_up(bucket: Gateway, memory: memoryview) -> Callable[[], Any]:
     client, config = bucket.boto3(), _boto3_config()
-    return lambda: client.upload_fileobj(
-        io.BytesIO(memory), BUCKET, f"{_OBJECT}-boto3", Config=config
-    )
+    data = io.BytesIO(memory)
+
+    def save() -> None:
+        data.seek(0)
+        client.upload_fileobj(data, BUCKET, f"{_OBJECT}-boto3", Config=config)
+
+    return save
 
 
 def _boto3_down(bucket: Gateway, memory: memoryview) -> Callable[[], Any]:
@@ -157,8 +243,8 @@ def _boto3_config() -> Any:
 
 
 def _libcloud_up(bucket: Gateway, memory: memoryview) -> Callable[[], Any]:
-    container = _libcloud(bucket)
-    return lambda: container.upload_object_via_stream(iter([bytes(memory)]), f"{_OBJECT}-libcloud")
+    container, data = _libcloud(bucket), bytes(memory)
+    return lambda: container.upload_object_via_stream(iter([data]), f"{_OBJECT}-libcloud")
 
 
 def _libcloud_down(bucket: Gateway, memory: memoryview) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ class Gateway:
 
     Attributes:
         port: Where the server listens, on the loopback interface.
+        pid: Its process.
         key: Who asks.
         secret: Their secret.
     """
 
     port: int
+    pid: int
     key: str = _KEY
     secret: str = _SECRET
 
@@ -44,6 +47,12 @@ class Gateway:
             "secret_access_key": self.secret,
             "region": "us-east-1",
         }
+
+    @property
+    def cpu_s(self) -> float:
+        """Return the processor time of the server so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def boto3(self) -> Any:
         """Return a client of boto3."""
@@ -67,6 +76,25 @@ def is_there() -> bool:
 def gateway(folder: Path) -> Iterator[Gateway]:
     """Run a gateway that keeps its objects below a folder, until the block ends."""
     with juicefs_gateway(folder, key=_KEY, secret=_SECRET) as port:
-        found = Gateway(port)
+        found = Gateway(port, _process_with(f"{folder}/"))
         found.boto3().create_bucket(Bucket=BUCKET)
         yield found
+
+
+def _process_with(argument: str) -> int:
+    """Return the process below this one whose command has some text in it, the last of them."""
+    found = [pid for pid in _below(os.getpid()) if argument.encode() in _command(pid)]
+    if not found:
+        raise RuntimeError(f"No process was started with {argument}.")
+    return found[-1]
+
+
+def _below(pid: int) -> Iterator[int]:
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            yield child
+            yield from _below(child)
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -322,15 +322,35 @@ def measure_clouds(measure: Measure) -> None:
         ("down", clouds.DOWNLOADS, "Load from a bucket"),
     ):
         names = [f"{name} {what}" for name in peers_of if f"{name} {what}" in figures.rounds]
+        ours = f"milepost {what}"
         fastest = min(names, key=median)
         others = [name for name in names if name != fastest]
-        rows = ratios(figures, fastest, [*others, f"milepost {what}"], is_rate=True)
+        rows = ratios(figures, fastest, [*others, ours], is_rate=True)
         table(f"{title}, {size / 1e9:.2f} GB, share of the fastest client's rate", COLUMNS, rows)
-        shares = {name: median(fastest) / median(name) for name in names}
-        ours = median(fastest) / median(f"milepost {what}")
-        measure.at_least(f"{title.lower()} / the fastest client", ours, 0.9, **shares)
+        rows = [
+            [name, *(f"{median(f'{name} {side}') * 2**30 / size:.2f}" for side in _SIDES)]
+            for name in [*names, ours]
+        ]
+        table("Processor seconds a GiB", ["variant", "client", "server"], rows)
+        times = {
+            name: median(f"{name} {what}") / median(ours)
+            for name in peers_of
+            if f"{name} {what}" in names
+        }
+        raw = min(times["obstore"], times["boto3"])
+        measure.at_least(
+            f"{title.lower()}, times the faster of obstore and boto3", raw, 0.9, **times
+        )
+        if what == "up":
+            for name in ("libcloud", "pyarrow"):
+                if name in times:
+                    measure.at_least(f"{title.lower()}, times {name}", times[name], 1.5)
     blocking = median("milepost blocking") / median("local blocking")
     measure.at_most("blocking time of a save to a bucket / to a disk", blocking, 1.1)
+    measure.at_most("bytes read for weights that are a third", median("weights bytes"), 0.35)
+
+
+_SIDES = ("client", "server")
 
 
 CLAIMS: dict[str, Callable[[Measure], None]] = {

@@ -108,7 +108,8 @@ def juicefs_gateway(
         *(program, "gateway", "--multi-buckets", "--keep-etag", "--object-meta", "--no-banner"),
         *([] if has_background_jobs else ["--no-bgjob"]),
         *("--no-usage-report", "--metrics", f"127.0.0.1:{free_port()}"),
-        *("--log", f"{folder}/gateway.log", "--cache-dir", f"{folder}/cache"),
+        # A cache beside the same disk would be filled by who reads first, for who reads next.
+        *("--log", f"{folder}/gateway.log", "--cache-dir", f"{folder}/cache", "--cache-size", "0"),
         *(records, f"127.0.0.1:{port}"),
     ]
     environment = {"MINIO_ROOT_USER": key, "MINIO_ROOT_PASSWORD": secret}
