@@ -39,6 +39,8 @@ MAX_TENSORS = 200_000
 MAX_RANK = 64
 MAX_NAME_CHARS = 4096
 _METADATA = "__metadata__"
+_TOO_LARGE = 2**63
+_INT = frozenset({int})
 
 ITEM_SIZES: Mapping[str, int] = {
     "BOOL": 1,
@@ -196,7 +198,12 @@ def parse_header(header: bytes, *, size_bytes: int, where: str) -> dict[str, Sto
 
 
 def _parse(header: bytes, size_bytes: int, where: str) -> dict[str, StoredTensor]:
-    table = canonical.load(header, where=f"the header of {where}", max_bytes=MAX_HEADER_BYTES)
+    table = canonical.load(
+        header,
+        where=f"the header of {where}",
+        max_bytes=MAX_HEADER_BYTES,
+        num_keys=_num_keys,
+    )
     if not isinstance(table, dict):
         raise FormatError(f"The header of {where} is not a table.", path=where)
     table.pop(_METADATA, None)
@@ -205,7 +212,7 @@ def _parse(header: bytes, size_bytes: int, where: str) -> dict[str, StoredTensor
     entries = _Entries(8 + len(header), where)
     found = {key: entries.read(key, value) for key, value in table.items()}
     position = 8 + len(header)
-    for entry in _by_place(found.values()):
+    for entry in _by_place(list(found.values())):
         if entry.start != position:
             raise FormatError(
                 f"The header of {where} leaves a gap or an overlap before {entry.key[:80]!r}.",
@@ -220,6 +227,12 @@ def _parse(header: bytes, size_bytes: int, where: str) -> dict[str, StoredTensor
     return found
 
 
+def _num_keys(table: Any) -> int:
+    """Return the number of keys of a header and its entries."""
+    entries = list(table.values()) if type(table) is dict else []
+    return len(entries) + sum(len(one) for one in entries if type(one) is dict)
+
+
 def _too_many(where: str) -> FormatError:
     return FormatError(
         f"The header of {where} describes more than the {MAX_TENSORS:,} tensors that a part holds.",
@@ -227,12 +240,11 @@ def _too_many(where: str) -> FormatError:
     )
 
 
-def _by_place(entries: Iterable[StoredTensor]) -> Iterable[StoredTensor]:
+def _by_place(entries: list[StoredTensor]) -> list[StoredTensor]:
     """Return tensors in the order in which they lie in the file; mostly they stand so."""
-    found = list(entries)
-    if any(one.start > other.start or one.stop > other.stop for one, other in pairwise(found)):
-        found.sort(key=lambda one: (one.start, one.stop))
-    return found
+    if any(one.start > other.start or one.stop > other.stop for one, other in pairwise(entries)):
+        entries.sort(key=lambda one: (one.start, one.stop))
+    return entries
 
 
 class _Entries:
@@ -258,31 +270,34 @@ class _Entries:
         except KeyError:
             raise self._refuse(key, "has a malformed entry") from None
         shape, num_bytes = self._kind(key, dtype, shape)
-        if type(offsets) is not list or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        if type(offsets) is not list or len(offsets) != 2:
             raise self._refuse(key, "has malformed offsets")
         start, stop = offsets
+        if type(start) is not int or type(stop) is not int or not 0 <= start <= stop < _TOO_LARGE:
+            raise self._refuse(key, "has malformed offsets")
         if stop - start != num_bytes:
             raise self._refuse(key, "has a size that does not match its shape")
         return StoredTensor(key, dtype, shape, self._base + start, self._base + stop)
 
     def _kind(self, key: str, dtype: Any, shape: Any) -> tuple[tuple[int, ...], int]:
         """Return shape and bytes of a tensor."""
-        if type(shape) is not list or len(shape) > MAX_RANK or not all(map(_is_size, shape)):
+        # A truth value equals a number, and would be taken for one that is known.
+        if type(shape) is not list or not _INT.issuperset(map(type, shape)):
             raise self._refuse(key, "has a malformed shape")
-        item_bytes = ITEM_SIZES.get(dtype) if isinstance(dtype, str) else None
-        if item_bytes is None:
+        if type(dtype) is not str:
             raise self._refuse(key, f"has an unknown dtype {str(dtype)[:20]!r}")
         kind = (dtype, *shape)
         found = self._kinds.get(kind)
         if found is None:
-            found = self._kinds[kind] = (tuple(shape), math.prod(shape) * item_bytes)
+            if len(shape) > MAX_RANK or not all(0 <= length < _TOO_LARGE for length in shape):
+                raise self._refuse(key, "has a malformed shape")
+            if dtype not in ITEM_SIZES:
+                raise self._refuse(key, f"has an unknown dtype {dtype[:20]!r}")
+            num_bytes = math.prod(shape) * ITEM_SIZES[dtype]
+            found = self._kinds[kind] = (tuple(shape), num_bytes)
         return found
 
     def _refuse(self, key: str, reason: str) -> FormatError:
         return FormatError(
             f"{self._where}: tensor {key[:80]!r} {reason}.", path=self._where, tensor=key
         )
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63

@@ -168,3 +168,47 @@ def test_json_that_is_not_a_record_is_refused(data):
     """A file of another kind under a record's name."""
     with pytest.raises(CheckpointError):
         canonical.load_record(data, where="r")
+
+
+LARGE = "x" * 70_000
+"""Makes a text so long that keys are counted in it."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":1,"b":2}',
+        '{"a":{"b":[{"c":1},{"c":2},[{"d":{}}]]},"e":"f:g"}',
+        '{"a": 1, "b" : 2}',
+        '{"a:b":1,"c":":"}',
+        '{"a\\"":1,"b\\\\":2,"\\u003a":3}',
+        "[1,[2,{}],[]]",
+    ],
+    ids=["plain", "nested", "blanks", "colons", "escapes", "no keys"],
+)
+def test_keys_of_a_large_text_are_counted_right(text):
+    """Keys are counted by colons, which may also stand in strings."""
+    large = f'{{"large":"{LARGE}","inner":{text}}}'
+    found = canonical.load(large.encode(), where="it")
+    assert found == {"large": LARGE, "inner": json.loads(text)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":1,"a":2}',
+        '{"a":{"b":1,"b":2}}',
+        '[[{"a":{},"a":{}}]]',
+        '{"a":1,"\\u0061":2}',
+        '{"a":1, "a" : 2}',
+        '{"a:":1,"a:":2}',
+        '{"a\\"":1,"a\\"":2}',
+        '{"a":{"b":1},"a":{"b":1,"c":2,"d":3}}',
+    ],
+    ids=["plain", "nested", "in lists", "spelt", "blanks", "colons", "escapes", "lost inside"],
+)
+def test_a_key_twice_in_a_large_text_is_refused(text):
+    """Two readers could take it for two things."""
+    large = f'{{"large":"{LARGE}","inner":{text}}}'
+    with pytest.raises(FormatError, match="twice"):
+        canonical.load(large.encode(), where="it")
