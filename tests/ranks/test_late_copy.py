@@ -46,12 +46,16 @@ PROGRAM = """
             with mp.Checkpointer(
                 place, staging=staging, model=model, optimizer=optimizer, handle_signals=False
             ) as run:
+                run.prepare()  # each rank its share, which is half of it in either layout
+                arena = run._writer._saver._stager.arena
+                assert 3 * 2**20 <= arena._prepared_bytes <= 4 * 2**20, arena._prepared_bytes
                 for _ in range(2):
                     pending = run.save()
                     step(trained, optimizer)
                     run.step()
                     pending.wait(60)
                     assert (pending.stats["late_bytes"] > 0) == (staging == "overlap")
+                assert arena.generation == 1
                 if staging == "overlap":
                     pending = run.save("torn")
                     if rank == 1:
