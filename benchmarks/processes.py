@@ -25,9 +25,10 @@ from torch.utils.data import DataLoader
 
 from milepost.stores.pages import advise, page_memory
 
-__all__ = ["first_save", "frozen_bytes", "longest_gap", "memory"]
+__all__ = ["first_save", "frozen_bytes", "longest_gap", "memory", "memory_within_budget"]
 
 _TIMEOUT_S = 900
+_GIB = 1024**3
 
 
 def first_save(folder: Path, *, rounds: int) -> tuple[Figures, int]:
@@ -48,6 +49,11 @@ def first_save(folder: Path, *, rounds: int) -> tuple[Figures, int]:
 def memory(folder: Path, *, rounds: int) -> tuple[Figures, int]:
     """Measure how much memory saving takes beside the state."""
     return _in_children(folder, rounds, "_memory", num_bytes=int(0.8e9))
+
+
+def memory_within_budget(folder: Path, *, rounds: int) -> tuple[Figures, int]:
+    """Measure the memory and the time of saves of 4 GiB with a budget of 1 GiB."""
+    return _in_children(folder, rounds, "_within_budget", num_bytes=4 * _GIB)
 
 
 def longest_gap(folder: Path, *, rounds: int) -> tuple[Figures, int]:
@@ -167,6 +173,25 @@ def _memory(folder: Path, num_bytes: int) -> dict[str, float]:
                 run.save(f"save{index}", wait=True)
 
     return {"extra": _peak_beside(save) / num_bytes}
+
+
+def _within_budget(folder: Path, num_bytes: int) -> dict[str, float]:
+    model = _Weights(num_bytes)
+    figures: dict[str, float] = {}
+    for name, options in (("budget", {"staging_budget_bytes": _GIB}), ("whole", {})):
+        seconds: list[float] = []
+
+        def save(options: dict[str, Any] = options, seconds: list[float] = seconds) -> None:
+            with _run(folder, model, **options) as run:
+                for index in range(3):
+                    start = time.perf_counter()
+                    run.save(f"save{index}", wait=True)
+                    seconds.append(time.perf_counter() - start)
+
+        figures[f"{name} extra"] = _peak_beside(save) / (_GIB if options else num_bytes)
+        figures[name] = min(seconds[1:])
+        shutil.rmtree(folder / "run")
+    return figures
 
 
 def _longest_gap(folder: Path, num_bytes: int) -> dict[str, float]:

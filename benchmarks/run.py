@@ -353,10 +353,23 @@ def measure_clouds(measure: Measure) -> None:
 _SIDES = ("client", "server")
 
 
+def measure_budget(measure: Measure) -> None:
+    """Measure saves of a state that is larger than the memory they may take."""
+    figures, _ = measure("budget", processes.memory_within_budget)
+    rows = ratios(figures, "whole", ["budget"], is_rate=True)
+    table("4 GiB with a budget of 1 GiB, durable, speed without one", COLUMNS, rows)
+    measure.at_most(
+        "4 GiB, budget 1 GiB: extra memory / budget", figures.median("budget extra"), 1.1
+    )
+    ratio = figures.median("whole") / figures.median("budget")
+    measure.at_least("4 GiB, budget 1 GiB: speed / without", ratio, 0.8)
+
+
 CLAIMS: dict[str, Callable[[Measure], None]] = {
     "save": measure_saves,
     "load": measure_loads,
     "small": measure_small,
+    "budget": measure_budget,
     "tiny": measure_tiny,
     "planning": measure_planning,
     "training": measure_training,

@@ -110,6 +110,9 @@ class Checkpointer:
             in a loop that writes to nothing of it but by the steps of optimizers.
         copy_check: How what is copied while training goes on is watched: by its version counters
             and ``"sample"``, some bytes of each tensor, ``"full"``, all bytes, or ``"none"``.
+        staging_budget_bytes: How much memory the copy of the state may take on each rank, 32 MiB at
+            least; ``None``: as much as it needs. A larger state is written while it is copied, and
+            :meth:`save` returns when the last 8 MiB of it are copied.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
             ``state_dict`` and ``load_state_dict``, a :class:`Value`, a :class:`PerRank`, a
             :class:`Stage`, or a dict of such.
@@ -146,6 +149,7 @@ class Checkpointer:
         load_progress_bar: bool = False,
         staging: Staging = "eager",
         copy_check: CopyCheck = "sample",
+        staging_budget_bytes: int | None = None,
         **objects: Any,
     ) -> None:
         options = WriterOptions(
@@ -163,6 +167,7 @@ class Checkpointer:
             local_cache=local_cache,
             staging=staging,
             copy_check=copy_check,
+            staging_budget_bytes=staging_budget_bytes,
         )
         place = settled(folder)
         self.folder = place if isinstance(place, str) else place.url

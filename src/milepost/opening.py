@@ -30,6 +30,7 @@ from .errors import (
     NewerFormatError,
     UsageError,
 )
+from .format.digest import BLOCK_BYTES
 from .format.layout import session_key
 from .ranks.solo import Deadlines, RankCheck, Team
 from .runs.keep import KeepPolicy
@@ -49,6 +50,9 @@ _log = logging.getLogger("milepost")
 
 _MAX_SKEW_S = 60.0
 """How far the clocks of a service may be apart: commits of the last minute are read again."""
+
+MIN_BUDGET_BYTES = 4 * BLOCK_BYTES
+"""What the smallest ring of blocks takes; see ``engine/streaming.py``."""
 
 Resume = Literal["never", "auto", "must"]
 
@@ -80,6 +84,8 @@ class WriterOptions:
             nothing else can come between.
         copy_check: How what is copied while training goes on is watched: ``sample``, ``full`` or
             ``none``.
+        staging_budget_bytes: How much memory the copy of a state may take on a rank; ``None``: as
+            much as it needs. A larger state is written while it is copied, block by block.
     """
 
     resume: Resume = "auto"
@@ -96,6 +102,7 @@ class WriterOptions:
     local_cache: str | os.PathLike[str] | None = None
     staging: Staging = "eager"
     copy_check: CopyCheck = "sample"
+    staging_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _require("resume", self.resume, ("never", "auto", "must"))
@@ -106,11 +113,33 @@ class WriterOptions:
         _require("staging", self.staging, ("auto", "overlap", "eager"))
         _require("copy_check", self.copy_check, ("sample", "full", "none"))
         check_compression(self.save_compression, self.save_format)
+        self._check_budget()
         if self.max_failed_saves < 1:
             raise UsageError("max_failed_saves must be at least 1.")
         for name in ("rank_timeout_s", "share_timeout_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be above 0.")
+
+    def _check_budget(self) -> None:
+        """Refuse a budget that nothing can be streamed through, or what cannot be streamed."""
+        budget = self.staging_budget_bytes
+        if budget is None:
+            return
+        if budget < MIN_BUDGET_BYTES:
+            raise UsageError(
+                f"staging_budget_bytes={budget!r} is too little: blocks of 8 MiB go through that "
+                "memory, of which one is copied, two are written and one is ready.",
+                hint=f"Give {MIN_BUDGET_BYTES} (32 MiB) or more; 1 GiB is plenty.",
+            )
+        whole = {"save_format": self.save_format, "sharding": self.sharding}
+        for name, value in whole.items():
+            if value in ("torch", "consolidated"):
+                raise UsageError(
+                    f"staging_budget_bytes cannot be kept with {name}={value!r}: what is written "
+                    "then is made of the whole copy.",
+                    hint="Leave out one of the two. What was streamed becomes such files later, "
+                    "with: milepost export, or milepost consolidate.",
+                )
 
     @property
     def deadlines(self) -> Deadlines:

@@ -10,6 +10,7 @@ __all__ = [
     "FORBIDDEN",
     "LAST_SAVE",
     "NOTHING_LARGE",
+    "OVER_BUDGET",
     "SEVERAL_RANKS",
     "WRITTEN_TO",
     "CopyCheck",
@@ -32,5 +33,6 @@ LAST_SAVE = "the last save of a training, or one that is only for a look"
 BY_HAND = "a save by hand, after which something else than an optimizer may write"
 SEVERAL_RANKS = 'several ranks, which copy late only with staging="overlap"'
 WRITTEN_TO = "something wrote to the state while an earlier save was copied"
+OVER_BUDGET = "a state that is larger than staging_budget_bytes"
 FORBIDDEN = "the system forbids process_vm_writev"
 NOTHING_LARGE = "no optimizer has a tensor of 64 KiB or more"

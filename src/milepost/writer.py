@@ -182,6 +182,7 @@ class RunWriter:
             deadlines=self.options.deadlines,
             rank_check=self.options.rank_check,
             copy_check=self.options.copy_check,
+            budget_bytes=self.options.staging_budget_bytes,
         )
         if self.options.save_format == "torch" and self.team.rank == 0:
             newest = scan(self.store, self._manifests).latest()

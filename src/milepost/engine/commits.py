@@ -44,6 +44,7 @@ from .joining import join_trees
 from .links import Links
 from .single import check_plain, encode_single
 from .stage import StagedPart
+from .streaming import Stream
 from .together import Share, agree
 from .write import NUM_THREADS, FileJob, WriteCost, copied_job, file_job, write_files
 
@@ -87,6 +88,7 @@ class Work:
         attempt: Number of the attempt.
         staged: What lies in the arena.
         copy: How far it has come to lie there; ``None``: all of it does.
+        stream: Where the blocks come from, if they are not all in the arena at a time.
         is_copied_here: Whether the thread that saves copies it, and waits until that is done.
         trees: The tree of each item.
         stats: What the save cost so far; more is added.
@@ -101,6 +103,7 @@ class Work:
     attempt: int
     staged: Sequence[StagedPart] = ()
     copy: Filled | None = None
+    stream: Stream | None = None
     is_copied_here: bool = False
     trees: Mapping[str, Any] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
@@ -426,6 +429,9 @@ class Committer:
                 linked.append(entry)
                 continue
             plan = part.plan
+            if work.stream is not None:
+                jobs.append(work.stream.job(f"{held.folder}/{plan.file}", plan))
+                continue
             data = self._arena.view(plan.arena_start, plan.arena_stop)
             key, wait = f"{held.folder}/{plan.file}", partial(work.require_copy, plan.arena_start)
             jobs.append(copied_job(key, plan.file, data, wait=wait))

@@ -47,6 +47,14 @@ class Links:
             if entry.linked_from is None:
                 self._compared.discard(entry.path)
 
+    def entry(self, path: str) -> FileEntry | None:
+        """Return the entry of a file that may be shared, if what is staged for it has not changed.
+
+        Args:
+            path: The file in the folder of a checkpoint.
+        """
+        return self._written[path][1] if self._is_wanted and path in self._written else None
+
     def forget(self, path: str) -> None:
         """Share a file no more: what is staged for it has changed."""
         self._written.pop(path, None)

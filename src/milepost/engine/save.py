@@ -10,7 +10,8 @@
                                           after the commit: pointers, retention
 
 A save that is waited for is handed to the background first, and its blocks are written as soon as
-the caller's thread has copied them: see ``filling.py``.
+the caller's thread has copied them: see ``filling.py``. So is one of a state that is larger than
+the memory it may take, which goes through a ring of blocks: see ``streaming.py``.
 
 What optimizers own may be copied by a thread of its own while training goes on; an optimizer that
 is about to step waits for it: see ``copying.py`` and ``barrier.py``.
@@ -35,7 +36,7 @@ from ..errors import DeadlineError, FencedError, UsageError
 from ..format.manifest import Manifest
 from ..ranks.solo import Deadlines, RankCheck, Team
 from ..runs.sessions import Session
-from ..staging import CopyCheck
+from ..staging import OVER_BUDGET, CopyCheck
 from ..state.owned import Late
 from ..state.sizes import Sizes, share_of
 from ..stores.base import Store
@@ -43,13 +44,15 @@ from ..tensors.pack import PackedItem
 from .arena import Arena
 from .barrier import Barrier
 from .commits import Committer, SaveRequest, Work
+from .copying import Copy
 from .filled import Filled
 from .links import Links
 from .pending import PendingSave
 from .plan import Plan, make_plan
 from .sameness import Marks, mark
 from .shares import own_share
-from .stage import Stager, Staging, why_not_late
+from .stage import StagedPart, Stager, Staging, why_not_late
+from .streaming import Streamer
 from .together import Share
 
 __all__ = ["SaveRequest", "Saver"]
@@ -78,6 +81,7 @@ class Saver(Generic[T]):
         deadlines: How long ranks wait for each other.
         rank_check: How ranks are compared that should have the same; see ``sameness.py``.
         copy_check: How what is copied late is watched until it is; see ``copying.py``.
+        budget_bytes: How much memory the copy of the state may take; a larger one is streamed.
         clock: Returns the seconds since 1970.
     """
 
@@ -95,6 +99,7 @@ class Saver(Generic[T]):
         deadlines: Deadlines | None = None,
         rank_check: RankCheck = "sample",
         copy_check: CopyCheck = "sample",
+        budget_bytes: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._team = None if team is None or team.world_size == 1 else team.for_thread("save")
@@ -109,6 +114,9 @@ class Saver(Generic[T]):
         self._barrier = Barrier()
         arena = Arena()
         self._stager = Stager(arena)
+        self._streamer = (
+            None if budget_bytes is None else Streamer(arena, budget_bytes=budget_bytes)
+        )
         self._links = Links(store, is_wanted=link_unchanged)
         self._committer = Committer(
             store,
@@ -175,8 +183,10 @@ class Saver(Generic[T]):
         planned_s = time.perf_counter() - started_s - waited_s
         marks = self._marks(whole, request.name)
         marked_s = time.perf_counter() - started_s - waited_s - planned_s
+        if self._is_streamed(self._plan) and owned is not None:
+            owned, eager_reason = None, OVER_BUDGET
         staging = self._stage(self._plan, items, owned)
-        is_awaited = is_waited_for and not staging.late.is_late
+        is_awaited = staging.stream is not None or (is_waited_for and not staging.late.is_late)
         copy: Filled = staging.filling if is_awaited else staging.late
         self._copy = copy
         pending: PendingSave[T] | None = None
@@ -189,22 +199,19 @@ class Saver(Generic[T]):
             staged_s = time.perf_counter() - started_s
             stats: dict[str, Any] = {
                 "state_bytes": self._plan.size_bytes,
-                "unchanged_bytes": staging.unchanged_bytes,
                 "capture_s": capture_s,
                 "wait_s": waited_s,
                 "plan_s": planned_s,
                 "mark_s": marked_s,
                 "stage_s": staged_s - waited_s - planned_s - marked_s,
                 "blocking_s": capture_s + staged_s,
-                "late_bytes": copy.num_bytes,
+                **_copied(staging, eager_reason if owned is None else why_not_late(owned, copy)),
             }
-            reason = eager_reason if owned is None else why_not_late(owned, copy)
-            if reason:
-                stats["eager_reason"] = reason
             pending = self._begin(
                 request,
                 staged=staging.parts,
                 copy=copy,
+                stream=staging.stream,
                 is_copied_here=is_awaited,
                 trees={item.name: item.tree for item in items},
                 stats=stats,
@@ -248,7 +255,11 @@ class Saver(Generic[T]):
         rank, ranks = (0, 1) if self._team is None else (self._team.rank, self._team.world_size)
         is_joined = self._layout == "torch" or self._sharding == "consolidated"
         share = share_of(sizes, rank=rank, world_size=ranks, to_leader=is_joined)
-        self._stager.arena.prepare(share.likely_bytes, most_bytes=share.most_bytes)
+        likely_bytes, most_bytes = share.likely_bytes, share.most_bytes
+        if self._streamer is not None:
+            likely_bytes = min(likely_bytes, self._streamer.ring_bytes)
+            most_bytes = min(most_bytes, self._streamer.ring_bytes)
+        self._stager.arena.prepare(likely_bytes, most_bytes=most_bytes)
 
     def close(self) -> None:
         """Wait for what is being copied; a save that is being written goes on."""
@@ -268,7 +279,12 @@ class Saver(Generic[T]):
     def _stage(self, plan: Plan, items: Sequence[PackedItem], owned: Late | None) -> Staging:
         """Find out what has to be copied, and note what earlier checkpoints have otherwise."""
         try:
-            staging = self._stager.begin(plan, items, owned=owned, check=self._copy_check)
+            if self._streamer is not None and self._streamer.is_needed(plan):
+                stream, kept = self._streamer.begin(plan, items, written=self._links.entry)
+                parts = [StagedPart(part, is_unchanged=part.file in kept) for part in plan.parts]
+                staging = Staging(parts, stream, Copy((), end_bytes=0))
+            else:
+                staging = self._stager.begin(plan, items, owned=owned, check=self._copy_check)
         except BaseException:
             self._forget()
             raise
@@ -276,6 +292,9 @@ class Saver(Generic[T]):
             if not part.is_unchanged:
                 self._links.forget(part.plan.file)
         return staging
+
+    def _is_streamed(self, plan: Plan) -> bool:
+        return self._streamer is not None and self._streamer.is_needed(plan)
 
     def _fill(self, staging: Staging) -> None:
         """Copy what the caller's thread copies, before anything is written."""
@@ -401,3 +420,18 @@ class Saver(Generic[T]):
                 pending.fail(error)
         else:
             pending.succeed(result)
+
+
+def _copied(staging: Staging, eager_reason: str) -> dict[str, Any]:
+    """Return what of a state is copied, and how, for the record."""
+    found: dict[str, Any] = {
+        "unchanged_bytes": staging.unchanged_bytes,
+        "late_bytes": staging.late.num_bytes,
+    }
+    if staging.stream is not None:
+        found["streamed_bytes"] = sum(
+            part.plan.size_bytes for part in staging.parts if not part.is_unchanged
+        )
+    if eager_reason:
+        found["eager_reason"] = eager_reason
+    return found

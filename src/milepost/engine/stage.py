@@ -23,6 +23,7 @@ from .filled import Filled
 from .filling import Block, Filling, PartFill, blocks_of, is_plain
 from .peek import can_peek
 from .plan import PartPlan, Plan
+from .streaming import Stream
 
 __all__ = ["StagedPart", "Stager", "Staging", "why_not_late"]
 
@@ -51,8 +52,13 @@ class Staging:
     """
 
     parts: list[StagedPart]
-    filling: Filling
+    filling: Filling | Stream
     late: Copy
+
+    @property
+    def stream(self) -> Stream | None:
+        """Return the stream, if the state goes through a ring of blocks."""
+        return self.filling if isinstance(self.filling, Stream) else None
 
     @property
     def unchanged_bytes(self) -> int:

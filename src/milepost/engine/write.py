@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, overload
+from typing import Protocol, overload, runtime_checkable
 
 from ..format.digest import BLOCK_BYTES, block_count, crc32c
 from ..format.manifest import FileEntry
@@ -18,7 +18,16 @@ from ..stores.base import LastingWriter, Store, Writer
 from .framing import FrameCost, FrameStream, Packing
 from .workers import Workers
 
-__all__ = ["FileJob", "Job", "SizedJob", "WriteCost", "copied_job", "file_job", "write_files"]
+__all__ = [
+    "FileJob",
+    "Job",
+    "LendingBlocks",
+    "SizedJob",
+    "WriteCost",
+    "copied_job",
+    "file_job",
+    "write_files",
+]
 
 NUM_THREADS = 2
 
@@ -27,7 +36,8 @@ class Job(Protocol):
     """A file to write, wherever its bytes come from.
 
     A block is asked for once, right before it is written, by the thread that writes it; it is not
-    needed any more when that thread asks for the next one.
+    needed any more when that thread asks for the next one, or gives it back: see
+    :class:`LendingBlocks`. Blocks are asked for in the order of the jobs.
     """
 
     @property
@@ -49,6 +59,14 @@ class Job(Protocol):
     @property
     def is_lasting(self) -> bool:
         """Return whether blocks stay as they are until the file is closed or dropped."""
+
+
+@runtime_checkable
+class LendingBlocks(Protocol):
+    """What the blocks of a job may be able to do besides: take back the memory of one."""
+
+    def give_back(self, index: int) -> None:
+        """Take note that a block is not needed any more. May be told twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +257,11 @@ class _Pipeline:
         try:
             for index, block in pieces:
                 data = self._jobs[index].blocks[block]
-                with self._workers.touching():
-                    self._write(index, block, data)
+                try:
+                    with self._workers.touching():
+                        self._write(index, block, data)
+                finally:
+                    self._give_back(index, block)
         except BaseException:
             for stream in self._streams.values():
                 stream.stop()  # a thread may wait there for what this one will not bring
@@ -252,6 +273,7 @@ class _Pipeline:
             self._write_plain(index, block, data)
         else:
             stream.take(block, data)
+        self._give_back(index, block)  # not only when the file is durable
         with self._lock:
             self._left[index] -= 1
             is_last = self._left[index] == 0
@@ -266,6 +288,11 @@ class _Pipeline:
             writer.refer_at(block * BLOCK_BYTES, data)
         else:
             writer.write_at(block * BLOCK_BYTES, data)
+
+    def _give_back(self, index: int, block: int) -> None:
+        blocks = self._jobs[index].blocks
+        if isinstance(blocks, LendingBlocks):
+            blocks.give_back(block)
 
     def _close(self, index: int) -> None:
         started_s = time.perf_counter()

@@ -115,6 +115,8 @@ class Trainer:
             ``"auto"``, the latter for saves that are made because they are due.
         copy_check: How what is copied while training goes on is watched: by its version counters
             and ``"sample"``, some bytes of each tensor, ``"full"``, all bytes, or ``"none"``.
+        staging_budget_bytes: How much memory the copy of the state may take on each rank, 32 MiB at
+            least; ``None``: as much as it needs. A larger state is written while it is copied.
         grace_s: Seconds within which the state must be safe after SIGTERM or SIGUSR1.
         resume: ``"never"``; ``"auto"``: from the newest checkpoint of the run, if there is one;
             ``"must"``: an error if there is none.
@@ -182,6 +184,7 @@ class Trainer:
         local_cache: str | os.PathLike[str] | None = None,
         staging: Staging = "auto",
         copy_check: CopyCheck = "sample",
+        staging_budget_bytes: int | None = None,
         grace_s: float = 30.0,
         resume: Literal["never", "auto", "must"] = "never",
         load_path_format: Place | None = None,
@@ -271,6 +274,7 @@ class Trainer:
                 "rank_timeout_s": rank_timeout_s,
                 "staging": staging,
                 "copy_check": copy_check,
+                "staging_budget_bytes": staging_budget_bytes,
             },
         )
         self._session.load(

@@ -1,0 +1,398 @@
+"""Streaming: a state that is larger than the memory it may take goes through a ring of blocks.
+
+    caller's thread                         threads that write
+    wait until a slot is free
+    assemble the next block in it     ->    take the next block, write it
+    ...                               <-    give its slot back
+    return when the last one is in a slot
+
+Blocks have numbers, in the order of the files, and a block has the slot of its number modulo the
+number of slots. Whatever the number of slots and of threads, they never wait for each other in a
+ring:
+
+- Blocks are assembled in the order of their numbers, and asked for in that order too: threads take
+  them from one queue, each takes one at a time, and gives it back before it takes another.
+- Who assembles block ``n`` waits only for an earlier block, ``n - slots``. That one is in its
+  slot, and so whoever took it, or takes it next, has it at once, writes it and gives it back.
+- Who waits for block ``n`` waits for the blocks up to it to be assembled, and those wait, as
+  above, for still earlier ones, all of which are in slots.
+- A thread that fails gives its slot back as well, and the error ends the stream from both sides.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from ..errors import DeadlineError
+from ..format.digest import BLOCK_BYTES, block_count, crc32c
+from ..format.manifest import FileEntry
+from ..state.batch_in_hand import version_of
+from ..tensors.pack import PackedItem
+from .arena import Arena
+from .filled import Filled, NotWantedError
+from .filling import blocks_of, bytes_of, copy_bytes, is_plain, synchronize
+from .plan import PartPlan, Plan
+from .write import SizedJob
+
+__all__ = ["MIN_SLOTS", "Stream", "StreamPart", "Streamer", "copy_elements"]
+
+MIN_SLOTS = 4
+"""One is assembled, two are written, and one is ready."""
+
+_SLICE_S = 1.0
+_LONGEST_WAIT_S = 3600.0
+"""How long one waits for a slot. Whatever a store is asked for has a deadline itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What lies in a block of a part.
+
+    Attributes:
+        start_bytes: Where it begins in the file.
+        stop_bytes: Where it ends.
+        whole: Small tensors that lie in it altogether.
+        views: Where those go: to the slot of this block.
+        pieces: Of all others: which, and which of its bytes.
+    """
+
+    start_bytes: int
+    stop_bytes: int
+    whole: tuple[int, ...]
+    views: list[Tensor]
+    pieces: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPart:
+    """A part that is streamed.
+
+    Attributes:
+        plan: Its layout.
+        first: The number of its first block.
+        blocks: Its blocks.
+        sources: Its live tensors, in file order.
+    """
+
+    plan: PartPlan
+    first: int
+    blocks: Sequence[_Block]
+    sources: list[Tensor]
+
+
+class Stream(Filled):
+    """One state on its way through the ring.
+
+    Args:
+        arena: The memory of the slots.
+        parts: What is streamed.
+        num_slots: How many blocks it holds.
+
+    Attributes:
+        most_slots: How many slots were in use at a time.
+    """
+
+    def __init__(self, arena: Arena, parts: Sequence[StreamPart], *, num_slots: int) -> None:
+        # It is blocks that are counted here, in place of bytes.
+        last = parts[-1].first + len(parts[-1].blocks) if parts else 0
+        super().__init__(start_bytes=0, end_bytes=last)
+        self._is_over = False
+        self._arena = arena
+        self._parts = parts
+        self._firsts = {part.plan.file: part.first for part in parts}
+        self._num_slots = num_slots
+        self._used: dict[int, int] = {}
+        self.most_slots = 0
+
+    def run(self, *, is_awaited: bool) -> None:
+        """Assemble all blocks, in the caller's thread.
+
+        Args:
+            is_awaited: Must be so: somebody must write them meanwhile. If the save fails that they
+                are for, this returns, and who waits for the save is told.
+
+        Raises:
+            BaseException: What went wrong with the copy; whoever waits for it gets it too.
+        """
+        assert is_awaited
+        if not self._begins.acquire(blocking=False):
+            return  # the save has failed before it began
+        self._thread = threading.current_thread()
+        started_s = time.perf_counter()
+        try:
+            self._require_wanted()
+            with torch.no_grad():
+                for part in self._parts:
+                    for index, block in enumerate(part.blocks):
+                        number = part.first + index
+                        self._take_slot(number)
+                        assemble(self._arena, part, block, self._place(number))
+                        self._reach(number + 1)
+        except NotWantedError:
+            self._end(self._stopped)
+            return
+        except BaseException as error:
+            self._end(error)
+            raise
+        self.copy_s = time.perf_counter() - started_s
+        self._parts = ()
+        self._end(None)
+
+    def job(self, key: str, plan: PartPlan) -> SizedJob:
+        """Return the job of writing a part.
+
+        Args:
+            key: Its key in the store.
+            plan: Its layout; one of those that are streamed.
+        """
+        blocks = _Streamed(self, self._firsts[plan.file], plan.size_bytes)
+        return SizedJob(key, plan.file, blocks, plan.size_bytes)
+
+    def take(self, number: int, num_bytes: int) -> memoryview:
+        """Return a block, once it is assembled.
+
+        Raises:
+            BaseException: What ended the stream before.
+        """
+        self._wait_for(lambda: self._is_over or self._reached_bytes > number, None)
+        if self._error is not None:
+            raise self._error
+        at = self._place(number)
+        return self._arena.view(at, at + num_bytes)
+
+    def give_back(self, number: int) -> None:
+        """Say that a block is not needed any more. May be told twice."""
+        with self._changed:
+            if self._used.get(number % self._num_slots) == number:
+                del self._used[number % self._num_slots]
+                self._changed.notify_all()
+
+    def _place(self, number: int) -> int:
+        return number % self._num_slots * BLOCK_BYTES
+
+    def _take_slot(self, number: int) -> None:
+        slot, waited_s = number % self._num_slots, 0.0
+        with self._changed:
+            while slot in self._used and self._stopped is None:
+                if waited_s >= _LONGEST_WAIT_S:
+                    raise DeadlineError(
+                        f"No block of the state was written for {_LONGEST_WAIT_S:g} s, and the "
+                        "next one waits for its memory.",
+                        safe="Nothing was committed; earlier checkpoints are intact.",
+                        hint="The place is too slow or does not answer: milepost doctor.",
+                    )
+                if not self._changed.wait(_SLICE_S):
+                    waited_s += _SLICE_S
+            self._require_wanted()
+            self._used[slot] = number
+            self.most_slots = max(self.most_slots, len(self._used))
+
+
+class _Streamed(Sequence[memoryview]):
+    """The blocks of a part, each of which is there from its assembly until it is written."""
+
+    def __init__(self, stream: Stream, first: int, size_bytes: int) -> None:
+        self._stream = stream
+        self._first = first
+        self._size_bytes = size_bytes
+
+    def __len__(self) -> int:
+        return block_count(self._size_bytes)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
+        if isinstance(index, slice):
+            raise TypeError("blocks are taken one at a time")
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        num_bytes = min(BLOCK_BYTES, self._size_bytes - index * BLOCK_BYTES)
+        return self._stream.take(self._first + index, num_bytes)
+
+    def give_back(self, index: int) -> None:
+        """See ``write.LendingBlocks``."""
+        self._stream.give_back(self._first + index)
+
+
+class Streamer:
+    """Streams states of one structure after another.
+
+    Args:
+        arena: The memory. Nobody else may use it at the same time.
+        budget_bytes: How much of it may be used.
+    """
+
+    def __init__(self, arena: Arena, *, budget_bytes: int) -> None:
+        self._arena = arena
+        self.num_slots = budget_bytes // BLOCK_BYTES
+        self._laid: tuple[Plan, int] | None = None
+        self._blocks: dict[str, list[_Block]] = {}
+        self._versions: dict[str, list[tuple[int, int, int]]] = {}
+
+    @property
+    def ring_bytes(self) -> int:
+        """Return the memory that it uses."""
+        return self.num_slots * BLOCK_BYTES
+
+    def is_needed(self, plan: Plan) -> bool:
+        """Return whether a state does not fit into the memory."""
+        return plan.arena_bytes > self.ring_bytes
+
+    def begin(
+        self,
+        plan: Plan,
+        items: Sequence[PackedItem],
+        *,
+        written: Callable[[str], FileEntry | None],
+    ) -> tuple[Stream, set[str]]:
+        """Find out what has to be written of a state.
+
+        A frozen part is what its file has, if no version counter has moved since that was written
+        and the checksum of every block is the same.
+
+        Args:
+            plan: Its layout.
+            items: The state, with live tensors.
+            written: Returns what the last checkpoint has under a path, if that may be shared.
+
+        Returns:
+            What is to be streamed, and the files of the parts that did not change.
+        """
+        self._arena.reserve(self.ring_bytes)
+        if self._laid != (plan, self._arena.generation):
+            self._laid, self._blocks = (plan, self._arena.generation), {}
+            self._versions.clear()
+        by_name = {item.name: item for item in items}
+        parts: list[StreamPart] = []
+        unchanged: set[str] = set()
+        first = 0
+        for one in plan.parts:
+            tensors = by_name[one.item].tensors
+            sources = [tensors[index] for index in one.leaves]
+            blocks = self._blocks.get(one.file)
+            if blocks is None:
+                blocks = self._blocks[one.file] = self._lay_out(one, first, sources)
+            part = StreamPart(one, first, blocks, sources)
+            first += len(blocks)
+            if one.is_frozen and self._is_unchanged(part, written(one.file)):
+                unchanged.add(one.file)
+            else:
+                parts.append(part)
+        return Stream(self._arena, parts, num_slots=self.num_slots), unchanged
+
+    def _is_unchanged(self, part: StreamPart, entry: FileEntry | None) -> bool:
+        file = part.plan.file
+        versions = [(one.data_ptr(), one.nbytes, version_of(one)) for one in part.sources]
+        before, self._versions[file] = self._versions.get(file), versions
+        if entry is None or versions != before:
+            return False
+        plain = entry.plain
+        if plain.size_bytes != part.plan.size_bytes or len(plain.crcs) != len(part.blocks):
+            return False
+        with torch.no_grad():
+            for number, block in enumerate(part.blocks):
+                at = (part.first + number) % self.num_slots * BLOCK_BYTES
+                assemble(self._arena, part, block, at)
+                data = self._arena.view(at, at + block.stop_bytes - block.start_bytes)
+                if crc32c(data) != plain.crcs[number]:
+                    return False
+        return True
+
+    def _lay_out(self, plan: PartPlan, first: int, sources: Sequence[Tensor]) -> list[_Block]:
+        """Say for each block what lies in it, and make views of its slot."""
+        entries, large = plan.tensors, set(plan.large)
+        found: list[_Block] = []
+        crossing: list[int] = []
+        start = 0
+        for number, block in enumerate(blocks_of(plan)):
+            at = (first + number) % self.num_slots * BLOCK_BYTES - start
+            begun = [i for i in range(block.low, block.high) if entries[i].num_bytes]
+            whole = [i for i in begun if i not in large and entries[i].stop <= block.stop_bytes]
+            views = [
+                self._arena.tensor(at + entries[i].start, at + entries[i].stop)
+                .view(sources[i].dtype)
+                .view(sources[i].shape)
+                for i in whole
+            ]
+            crossing += [i for i in begun if i in large or entries[i].stop > block.stop_bytes]
+            pieces = [
+                (
+                    i,
+                    max(start, entries[i].start) - entries[i].start,
+                    min(block.stop_bytes, entries[i].stop) - entries[i].start,
+                )
+                for i in crossing
+            ]
+            found.append(_Block(start, block.stop_bytes, tuple(whole), views, tuple(pieces)))
+            start = block.stop_bytes
+            crossing = [i for i in crossing if entries[i].stop > start]
+        return found
+
+
+def assemble(arena: Arena, part: StreamPart, block: _Block, at_bytes: int) -> None:
+    """Copy what lies in a block to a slot.
+
+    Args:
+        arena: The memory of the slots.
+        part: The part.
+        block: One of its blocks.
+        at_bytes: Where the slot begins.
+    """
+    header = part.plan.header[block.start_bytes : block.stop_bytes]
+    if header:
+        arena.view(at_bytes, at_bytes + len(header))[:] = header
+    sources = [part.sources[index] for index in block.whole]
+    if sources:
+        torch._foreach_copy_(block.views, sources, non_blocking=True)
+    at_bytes -= block.start_bytes
+    for index, start, stop in block.pieces:
+        source, place = part.sources[index], at_bytes + part.plan.tensors[index].start
+        into = arena.tensor(place + start, place + stop)
+        if is_plain(source):
+            copy_bytes(into, bytes_of(source)[start:stop])
+        else:
+            size = source.element_size()
+            copy_elements(into.view(source.dtype), source, start // size, stop // size)
+    synchronize(sources)
+
+
+def copy_elements(into: Tensor, source: Tensor, start: int, stop: int) -> None:
+    """Copy some elements of a tensor of any kind, without a copy of the whole in between.
+
+    Args:
+        into: Where to: [stop - start].
+        source: A tensor of that dtype.
+        start: The first element, in the order of rows.
+        stop: The one behind the last.
+    """
+    if start == stop:
+        return
+    if stop - start == source.numel():
+        into.view(source.shape).copy_(source)
+        return
+    if source.ndim == 1:
+        into.copy_(source[start:stop])
+        return
+    size = source.numel() // source.shape[0]
+    first, last = start // size, (stop - 1) // size
+    if first == last:
+        copy_elements(into, source[first], start - first * size, stop - first * size)
+        return
+    head = (first + 1) * size - start  # the end of one row, whole rows, the beginning of another
+    tail = stop - last * size
+    middle = len(into) - head - tail
+    copy_elements(into[:head], source[first], size - head, size)
+    if middle:
+        into[head : head + middle].view(-1, *source.shape[1:]).copy_(source[first + 1 : last])
+    copy_elements(into[head + middle :], source[last], 0, tail)
