@@ -97,8 +97,10 @@ def _step_back() -> None:
     """Let other threads run first; on Linux that can be said of one thread."""
     if sys.platform != "linux":
         return
+    thread = threading.get_native_id()
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        usual = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, max(usual, _NICENESS))
     except OSError:
         return  # a sandbox that forbids it: the thread is as important as any other then
 

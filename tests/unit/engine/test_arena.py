@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +134,13 @@ def test_a_state_beyond_the_estimate_gets_memory_of_its_own():
 
 def test_pages_are_asked_for_from_the_end_and_one_at_a_time(monkeypatch):
     """A save that comes too early copies from the front meanwhile; an allocation of the training
-    waits no longer than for one page."""
-    asked = []
+    waits no longer than for one page. And it computes first."""
+    asked, priorities = [], set()
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def madvise(address, length, advice):
         asked.append((address, length, advice))
+        priorities.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return 0
 
     monkeypatch.setattr("milepost.engine.populating._madvise", lambda: madvise)
@@ -147,6 +151,8 @@ def test_pages_are_asked_for_from_the_end_and_one_at_a_time(monkeypatch):
     starts = [6 * MIB, 4 * MIB, 2 * MIB, 0]
     assert [address - (1 << 40) for address, *_ in asked] == starts
     assert [length for _, length, _ in asked] == [MIB, 2 * MIB, 2 * MIB, 2 * MIB]
+    assert priorities == {max(usual, 10)}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == usual
 
 
 def test_an_older_kernel_is_asked_once(monkeypatch):

@@ -53,6 +53,37 @@ def test_deleted_checkpoints_are_not_listed(make, tmp_path, save_format) -> None
     assert trainer.saved_checkpoints == _names(tmp_path) == ["ba16", "ep2"]
 
 
+def test_a_training_has_its_memory_before_its_first_batch_and_none_without_one(tmp_path) -> None:
+    """A trainer that only evaluates takes none; one that trains may save in the first batch."""
+
+    class Looking(Callback):
+        found: bool | None = None
+
+        def batch_start(self, state) -> None:
+            if self.found is None:
+                self.found = arena.join(60) and arena.capacity_bytes >= 3 * num_bytes
+
+    model = torch.nn.Linear(600, 600)
+    num_bytes = sum(one.nbytes for one in model.parameters())
+    looking = Looking()
+    trainer = mp.Trainer(
+        model=model,
+        train_dataloader=[(torch.ones(2, 600), torch.ones(2, 600))],
+        optimizers=torch.optim.AdamW(model.parameters()),
+        loss_fn=torch.nn.functional.mse_loss,
+        max_duration="1ep",
+        save_folder=tmp_path,
+        callbacks=[looking],
+        progress_bar=False,
+    )
+    arena = trainer._session.checkpointer._writer._saver._stager.arena
+    assert arena.capacity_bytes == 0
+    trainer.fit()
+    assert looking.found
+    assert arena.generation == 1
+    trainer.close()
+
+
 class _Bar:
     """Notes what is shown."""
 
