@@ -91,6 +91,7 @@ def save_and_load(folder: Path, *, rounds: int) -> tuple[Figures, int]:
                     taken.timed(f"{name} up", uploads[name])
                     if name != "obstore":  # which is loaded below
                         client.delete_object(Bucket=BUCKET, Key=f"{_OBJECT}-{name}")
+                        time.sleep(_SETTLE_S)
                 start = time.perf_counter()
                 beside = local.save(saved)
                 taken.row["local blocking"] = time.perf_counter() - start
