@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from milepost.copies.kept import KeptCopies
 from milepost.errors import NoSpaceError
 from milepost.stores import MemoryStore
 from milepost.stores import blocks as local_blocks
-from milepost.stores.base import LendingReader
+from milepost.stores.base import LendingReader, StreamingReader
+from milepost.stores.ranges import StreamReader
 from milepost.testing import Crash, Fault, FaultStore, StoreConformance
 
 BLOCK = 8 * 1024 * 1024
@@ -271,6 +273,41 @@ def test_what_a_store_can_do_besides_is_not_lost(tmp_path: Path) -> None:
     assert isinstance(reader, LendingReader)
     assert bytes(reader.lend(512, 300)) == data[512:812]
     assert (store.local_bytes, store.remote_bytes) == (0, 300)
+    store.close()
+
+
+def test_what_a_store_streams_is_streamed_and_counted(tmp_path: Path) -> None:
+    """Or a long range would be held whole; what nobody took is not counted."""
+
+    class Streams:
+        def __init__(self) -> None:
+            self._store = MemoryStore()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+        def open_reader(self, key: str) -> Any:
+            return StreamReader(self, key, self.head(key).size_bytes)
+
+        def read_range(self, key: str, start: int, length: int) -> memoryview:
+            return memoryview(self.get(key))[start : start + length]
+
+        def stream_range(self, key: str, start: int, length: int) -> Iterator[memoryview]:
+            for at in range(start, start + length, 100):
+                yield self.read_range(key, at, min(100, start + length - at))
+
+    below: Any = Streams()
+    store = CachedStore(below, KeptCopies(tmp_path))
+    data = bytes(range(256)) * 100
+    store.put("a/b", data)
+    reader = store.open_reader("a/b")
+    assert isinstance(reader, StreamingReader)
+    assert b"".join(reader.stream(512, 350)) == data[512:862]
+    assert (store.local_bytes, store.remote_bytes) == (0, 350)
+    pieces = reader.stream(0, 1000)
+    assert bytes(next(pieces)) == data[:100]
+    pieces.close()
+    assert store.remote_bytes == 450
     store.close()
 
 
