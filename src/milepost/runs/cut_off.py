@@ -10,8 +10,8 @@ at, and what it shows by then decides:
     a claim without a commit            the session of the claim has certainly ended
     a claim that cannot be read         every other session has certainly ended
     a claim of files of others          never: those are not ours
-    a commit that lists the file        every other session has certainly ended, for whoever wrote
-                                        what was committed needs no upload any more
+    a commit that lists the file        nothing came for 24 hours: whoever wrote what was committed
+                                        needs no upload any more, but somebody may be mending it
     nothing, and it would be a part     nothing came for 24 hours
     anything else                       never
 
@@ -217,7 +217,7 @@ class _Judge:
         """Return what tells the dead uploads to a folder."""
         files = {entry.key[len(folder) + 1 :] for entry in self._store.list(folder)}
         if MANIFEST in files:
-            return _Rule(self, self._committed(folder), is_over=self._are_all_over())
+            return _Rule(self, self._committed(folder), is_over=False)
         if ATTEMPT in files and DELETED not in files:
             return self._claimed(folder)
         if files <= {DELETED}:
