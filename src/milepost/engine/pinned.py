@@ -22,11 +22,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["register", "side_streams", "unregister"]
+from ..tensors.pack import PackedItem
+
+__all__ = ["cuda_devices", "register", "side_streams", "unregister"]
 
 _log = logging.getLogger("milepost")
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
+
+
+def cuda_devices(items: Iterable[PackedItem]) -> list[torch.device]:
+    """Return the CUDA devices that something of a state lies on."""
+    devices = {tensor.device for item in items for tensor in item.tensors}
+    return [one for one in devices if one.type == "cuda"]
 
 
 def register(address: int, num_bytes: int) -> bool:

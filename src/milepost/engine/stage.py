@@ -22,6 +22,7 @@ from .copying import Copy, LateTensor
 from .filled import Filled
 from .filling import Block, Filling, PartFill, blocks_of, is_plain
 from .peek import can_peek
+from .pinned import cuda_devices
 from .plan import PartPlan, Plan
 from .streaming import Stream
 
@@ -110,7 +111,7 @@ class Stager:
         replaced = self.arena.reserve(plan.arena_bytes)
         if replaced or plan is not self._plan:
             self._lay_out(plan)
-        cuda = [one for one in _devices(items) if one.type == "cuda"]
+        cuda = cuda_devices(items)
         if cuda:
             self.arena.pin(plan.arena_bytes)
         by_name = {item.name: item for item in items}
@@ -209,10 +210,6 @@ def why_not_late(owned: Late, copy: Filled) -> str:
     if not can_peek():
         return FORBIDDEN
     return owned.reason or ("" if copy.is_late else NOTHING_LARGE)
-
-
-def _devices(items: Sequence[PackedItem]) -> set[torch.device]:
-    return {tensor.device for item in items for tensor in item.tensors}
 
 
 def _unchanged(staged: Sequence[Tensor], live: Sequence[Tensor]) -> set[int]:

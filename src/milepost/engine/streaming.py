@@ -38,6 +38,7 @@ from ..tensors.pack import PackedItem
 from .arena import Arena
 from .filled import Filled, NotWantedError
 from .filling import blocks_of, bytes_of, copy_bytes, is_plain, synchronize
+from .pinned import cuda_devices, side_streams
 from .plan import PartPlan, Plan
 from .write import SizedJob
 
@@ -94,12 +95,20 @@ class Stream(Filled):
         arena: The memory of the slots.
         parts: What is streamed.
         num_slots: How many blocks it holds.
+        cuda: CUDA devices that some of the state lies on.
 
     Attributes:
         most_slots: How many slots were in use at a time.
     """
 
-    def __init__(self, arena: Arena, parts: Sequence[StreamPart], *, num_slots: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        parts: Sequence[StreamPart],
+        *,
+        num_slots: int,
+        cuda: Sequence[torch.device] = (),
+    ) -> None:
         # It is blocks that are counted here, in place of bytes.
         last = parts[-1].first + len(parts[-1].blocks) if parts else 0
         super().__init__(start_bytes=0, end_bytes=last)
@@ -108,6 +117,7 @@ class Stream(Filled):
         self._parts = parts
         self._firsts = {part.plan.file: part.first for part in parts}
         self._num_slots = num_slots
+        self._cuda = cuda
         self._used: dict[int, int] = {}
         self.most_slots = 0
 
@@ -128,7 +138,7 @@ class Stream(Filled):
         started_s = time.perf_counter()
         try:
             self._require_wanted()
-            with torch.no_grad():
+            with torch.no_grad(), side_streams(self._cuda):
                 for part in self._parts:
                     for index, block in enumerate(part.blocks):
                         number = part.first + index
@@ -270,6 +280,9 @@ class Streamer:
             What is to be streamed, and the files of the parts that did not change.
         """
         self._arena.reserve(self.ring_bytes)
+        cuda = cuda_devices(items)
+        if cuda:
+            self._arena.pin(self.ring_bytes)
         if self._laid != (plan, self._arena.generation):
             self._laid, self._blocks = (plan, self._arena.generation), {}
             self._versions.clear()
@@ -289,7 +302,7 @@ class Streamer:
                 unchanged.add(one.file)
             else:
                 parts.append(part)
-        return Stream(self._arena, parts, num_slots=self.num_slots), unchanged
+        return Stream(self._arena, parts, num_slots=self.num_slots, cuda=cuda), unchanged
 
     def _is_unchanged(self, part: StreamPart, entry: FileEntry | None) -> bool:
         file = part.plan.file

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from milepost.checkpoint import Checkpoint
 from milepost.engine.arena import Arena
 from milepost.engine.pinned import side_streams
 from milepost.engine.save import SaveRequest
@@ -163,6 +164,27 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     assert cuda.asked == asked[: 2 if how == "code" else 1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "could not be pinned" in caplog.text
+
+
+def test_a_state_that_is_streamed_goes_through_pinned_memory_too(cuda: Cuda, new_lab: Any) -> None:
+    """Block by block, each there before it is written."""
+
+    class OnDevice(torch.Tensor):
+        device = DEVICES[0]
+
+    lab = new_lab(budget_bytes=16 * MIB)
+    packed = pack_item("model", {"a": torch.arange(5 * MIB), "b": torch.arange(8.0)})
+    wanted = {leaf.key: one for leaf, one in zip(packed.leaves, packed.tensors, strict=True)}
+    packed.tensors[:] = [one.as_subclass(OnDevice) for one in packed.tensors]
+    lab.saver.save([packed], SaveRequest(name="x", reason="manual"), is_waited_for=True).wait(60)
+    assert cuda.asked[:3] == [("register", 16 * MIB), ("wait", 0, "producer"), ("enter", 0)]
+    assert cuda.asked[-1] == ("leave", 0)
+    # Pieces of the large one are waited for one by one; the small one, and at the end, all of it.
+    assert cuda.asked[3:-1] == [("synchronize", 0, "ours")] * 2
+    saved = Checkpoint(lab.store, "x").load()["state"]["model"]
+    assert all(torch.equal(saved[name], one) for name, one in wanted.items())
+    lab.saver.close()
+    assert not cuda.known
 
 
 def test_a_save_pins_its_memory_before_it_copies_and_only_for_cuda(
