@@ -163,6 +163,14 @@ def trainings(tmp_path: Path) -> Callable[..., Training]:
     return make
 
 
+@pytest.fixture(scope="session")
+def straight_ends(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What two workers have trained in two epochs that nobody disturbed."""
+    straight = Training(tmp_path_factory.mktemp("straight") / "run", 2, 2, 0.0)
+    straight.run()
+    return straight.ends()
+
+
 @pytest.fixture
 def killers() -> Callable[..., Killer]:
     """Make killers of trainings."""

@@ -54,10 +54,8 @@ def wait_until(condition, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_training_on_ray_comes_back_and_ends_the_same(trainings, killers, tmp_path):
+def test_training_on_ray_comes_back_and_ends_the_same(trainings, killers, straight_ends, tmp_path):
     """The supervisor is that of one machine; and nothing is left of Ray, nor in the home folder."""
-    straight = trainings("straight")
-    straight.run()
     killed = trainings("killed", pause_s=0.03)
     options = ["--max-failures", "3", "--start-timeout-s", "60"]
     arguments = [str(TRAINING), str(killed.folder), "2", "0.03"]
@@ -69,7 +67,7 @@ def test_training_on_ray_comes_back_and_ends_the_same(trainings, killers, tmp_pa
     assert "was killed by SIGKILL" in told
     assert "done after" in told
     killed.check_resumes(2)
-    assert killed.ends() == straight.ends()
+    assert killed.ends() == straight_ends
     launched = tmp_path / "runs/launched/.launches/1"
     endings = [
         one["ending"] for one in json.loads((launched / "result.json").read_text())["attempts"]

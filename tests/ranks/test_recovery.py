@@ -13,17 +13,15 @@ import pytest
 from milepost.launch import Ending, FailureConfig, RunConfig, ScalingConfig, launch
 
 
-def test_killed_at_any_moment_it_comes_back_and_ends_the_same(trainings, killers):
+def test_killed_at_any_moment_it_comes_back_and_ends_the_same(trainings, killers, straight_ends):
     """One worker or all of them, at the start or in a batch or in a save; nobody helps."""
-    straight = trainings("straight", num_epochs=2)
-    straight.run()
     killed = trainings("killed", num_epochs=2, pause_s=0.03)  # two kills come before its end
     with killers(killed, 2, seed=11, train_s=0.5) as killer:
         result = killed.run()
     assert [one.ending for one in result.attempts[:-1]] == [Ending.FAILED] * 2, killer.told
     assert result.attempts[-1].ending is Ending.DONE
     killed.check_resumes(len(result.attempts))
-    assert killed.ends() == straight.ends()
+    assert killed.ends() == straight_ends
 
 
 @pytest.mark.campaign

@@ -105,7 +105,7 @@ def test_something_wrapped_around_the_tracked_loader_is_named(tmp_path: Path) ->
 
 
 LOOP = """
-    import time, torch, milepost as mp
+    import signal, time, torch, milepost as mp
     model = torch.nn.Linear(2, 2)
     with mp.Checkpointer({folder!r}, model=model, grace_s={grace_s}) as run:
         print("go", flush=True)
@@ -149,9 +149,8 @@ def test_the_grace_period_over_the_next_signal_ends_the_process(tmp_path: Path) 
 
 def test_a_second_signal_within_the_grace_period_changes_nothing(tmp_path: Path) -> None:
     """Launchers often send two, and the first save must not be cut off by it."""
-    child = start(tmp_path, "run.step(); run.wait()")
-    child.send_signal(signal.SIGTERM)
-    child.send_signal(signal.SIGTERM)
+    body = "number == 3 and [signal.raise_signal(signal.SIGTERM) for _ in 'ab']; run.step()"
+    child = start(tmp_path, body)
     assert child.wait(30) == 128 + signal.SIGTERM
     latest = mp.open_run(tmp_path / "run").latest()
     assert latest is not None
