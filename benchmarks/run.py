@@ -21,6 +21,7 @@ from typing import Any
 
 import claims
 import clouds
+import compression
 import gateway
 import intervals
 import limits
@@ -294,6 +295,31 @@ def measure_intervals(measure: Measure) -> None:
     table(f'every="auto", a budget of {100 * intervals.BUDGET:g} %', columns, rows)
 
 
+def measure_compression(measure: Measure) -> None:
+    """Measure how small a trained state becomes, how fast, and when auto compresses it."""
+    figures, size = measure("compression", compression.compression_of_a_trained_state)
+    median = figures.median
+    rows = [
+        [name, f"{median(f'{name} ratio'):.3f}", f"{median(f'{name} rate') / 1e9:.2f}"]
+        for name in compression.METHODS
+    ]
+    title = f"Parts of a trained model and AdamW, {size / 1e6:.0f} MB"
+    table(title, ["method", "size", "GB/s of two threads"], rows)
+    settings = ["auto", *compression.METHODS]
+    for place in ("disk", "slow"):
+        names = [f"{name}, {place}" for name in settings]
+        what = "a disk" if place == "disk" else f"{compression.SLOW_BYTES_S / 1e6:.0f} MB/s"
+        rows = ratios(figures, f"off, {place}", names, is_rate=False)
+        table(f"Saves until safe, on {what}", COLUMNS, rows)
+    ratio = min(median(f"{name} ratio") for name in compression.METHODS)
+    measure.at_most("compressed / plain, trained weights and moments", ratio, 0.84)
+    measure.at_least("GB/s of the smaller, two threads", median("zstd rate") / 1e9, 0.6)
+    fast = median("auto, disk") / median("off, disk")
+    measure.at_most("save with auto / off, on a disk", fast, 1.02)
+    slow = median("auto, slow") / median("off, slow")
+    measure.at_most("save with auto / off, on a slow place", slow, 0.9)
+
+
 def measure_reports(measure: Measure) -> None:
     """Measure reports of two workers."""
     figures, size = measure("reports", reporting.seconds_of_reports)
@@ -374,6 +400,7 @@ CLAIMS: dict[str, Callable[[Measure], None]] = {
     "planning": measure_planning,
     "training": measure_training,
     "intervals": measure_intervals,
+    "compression": measure_compression,
     "processes": measure_processes,
     "2ranks": partial(measure_ranks, num_ranks=2),
     "4ranks": partial(measure_ranks, num_ranks=4),

@@ -31,7 +31,7 @@ from ..format.manifest import FileEntry, Manifest
 from ..frames.reader import open_plain
 from ..stores.base import CachedReader, LendingReader, Reader, Store, StreamingReader
 from ..stores.pages import page_memory
-from .checks import check_size, read_again, read_block
+from .checks import check_size, name_tensors, read_again, read_block
 from .ranges import Batch, Range
 from .workers import Workers
 
@@ -284,6 +284,14 @@ class BlockReads:
         self._tell(len(data))
 
     def _read(self, file: _File, blocks: list[_Block], memory: memoryview) -> None:
+        try:
+            self._read_blocks(file, blocks, memory)
+        except DamagedError as error:
+            number = error.facts.get("block")
+            name_tensors(error, [n for b in blocks if b.number == number for n in b.tensors])
+            raise
+
+    def _read_blocks(self, file: _File, blocks: list[_Block], memory: memoryview) -> None:
         with file.reading(len(blocks)) as reader:
             lent = memoryview(b"")
             length = blocks[-1].start + file.length_of(blocks[-1].number) - blocks[0].start

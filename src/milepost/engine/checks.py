@@ -14,7 +14,7 @@ from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.manifest import FileEntry
 from ..stores.base import Reader
 
-__all__ = ["check_block", "check_size", "read_again", "read_block"]
+__all__ = ["check_block", "check_size", "name_tensors", "read_again", "read_block"]
 
 _NAMED = 8
 _log = logging.getLogger("milepost")
@@ -38,7 +38,7 @@ def check_block(
     """Refuse a block that does not match its checksum, and name what is in it."""
     found = crc32c(data)
     if found != entry.crcs[block]:
-        named = ", ".join(tensors[:_NAMED]) + (" and others" if len(tensors) > _NAMED else "")
+        named = _named(tensors)
         raise DamagedError(
             f"Block {block} of {where} (bytes {block * BLOCK_BYTES:,} to "
             f"{block * BLOCK_BYTES + len(data):,}) is damaged"
@@ -50,6 +50,17 @@ def check_block(
             expected=f"{entry.crcs[block]:08x}",
             found=f"{found:08x}",
         )
+
+
+def name_tensors(error: DamagedError, tensors: Sequence[str]) -> None:
+    """Add what is in a block to an error that could not know, that of a frame."""
+    if "tensors" not in error.facts and tensors:
+        error.facts = {**error.facts, "tensors": tuple(tensors)}
+        error.what = f"{error.what.removesuffix('.')}; it holds {_named(tensors)}."
+
+
+def _named(tensors: Sequence[str]) -> str:
+    return ", ".join(tensors[:_NAMED]) + (" and others" if len(tensors) > _NAMED else "")
 
 
 def read_block(

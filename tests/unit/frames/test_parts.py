@@ -172,3 +172,24 @@ def test_people_are_told_what_became_of_it(tmp_path):
     assert "compressed to 0." in shown.output
     shown = CliRunner().invoke(app, ["show", str(tmp_path), "--json"])
     assert json.loads(shown.output)["plain_bytes"] > 8_000_000
+
+
+def test_damage_in_a_compressed_part_names_the_tensors_that_it_hit(tmp_path):
+    """Whoever has to decide what to do needs to know what is lost."""
+    model = nn.Sequential(nn.Linear(1_500, 1_500), nn.Linear(1_500, 1_500))
+    with mp.Checkpointer(tmp_path, save_compression="zstd", model=model) as run:
+        run.save("a", wait=True)
+    path = tmp_path / "a/model.safetensors"
+    frames = manifest_of(tmp_path).file("model.safetensors").frames
+    assert len(frames.lengths) == 3
+    data = bytearray(path.read_bytes())
+    data[frames.starts()[2] + 1_000] ^= 1
+    path.write_bytes(data)
+    found = mp.open_run(tmp_path).get("a")
+    with pytest.raises(mp.DamagedError, match=r"Frame 2 .* holds 1\.weight") as caught:
+        found.load_weights(model)
+    assert caught.value.facts["tensors"] == ("1.weight",)
+    assert found.verify(level="quick").is_good
+    (problem,) = found.verify(level="full").problems
+    assert "1.weight" in problem.tensors
+    assert "0.bias" not in problem.tensors
