@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..checkpoint import Run, run_store
 from ..errors import CheckpointError, ExistsError, MissingError
+from ..frames.codec import has_codec
 from ..runs.scan import State
 from ..runs.sessions import Session, is_provably_dead
 from ..stores.base import Store
@@ -35,7 +36,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 _SLOW_FSYNC_S = 0.05
 _MAX_SKEW_S = 2.0
 _NUM_SYNCS = 5
-_PACKAGES = ("torch", "numpy", "crc32c", "obstore", "safetensors", "typer", "rich")
+_PACKAGES = ("torch", "numpy", "crc32c", "obstore", "blosc2", "safetensors", "typer", "rich")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +109,15 @@ def probe_run(place: Path | Store) -> list[Check]:
         latest = run.view.latest()
     except CheckpointError as error:
         return [*_space(folder, None), Check("run", FAIL, error.what, error.hint)]
-    newest_bytes = latest.size_bytes if latest is not None else None
-    return [*_space(folder, newest_bytes), _newest(run), *_session(run), *_left_over(run)]
+    made = latest.manifest if latest is not None else None
+    # Room is taken for the plain bytes before any of them is compressed.
+    space = _space(folder, made.plain_bytes if made is not None else None)
+    found = [*space, _newest(run), *_session(run), *_left_over(run)]
+    if made is not None and made.is_compressed and not has_codec():
+        text = f"{made.name} is compressed, and blosc2 is not installed"
+        hint = "Nothing can be loaded from it here: pip install 'milepost[compression]'."
+        found.append(Check("compression", FAIL, text, hint))
+    return found
 
 
 @contextmanager

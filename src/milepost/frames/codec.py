@@ -37,6 +37,9 @@ _local = threading.local()
 _HEADER_BYTES = 32
 _BLOCK_BYTES = 512 * 1024
 _MAX_ITEM_BYTES = 16
+_TRIED_CHUNKS, _WORTH = 2, 0.99
+"""If so many chunks of a block do not become smaller than that, it is noise."""
+
 _COPIED = 0x02
 _ZEROS = 0x10
 _FLAGS = {  # codec in the flags; shuffled both ways, which stands for the long header; not split
@@ -83,7 +86,8 @@ def compress(data: memoryview, *, method: Method, item_bytes: int) -> list[bytes
     """Return the chunks of a frame, which may be longer than the block.
 
     What comes out is decompressed and compared at once: a codec that errs would show it only when
-    the bytes are needed, and in every checkpoint. ``None``: it erred; store the block as it is.
+    the bytes are needed, and in every checkpoint. ``None``: it erred, or the first quarter does not
+    become smaller; store the block as it is.
 
     Args:
         data: The block.
@@ -115,6 +119,9 @@ def compress(data: memoryview, *, method: Method, item_bytes: int) -> list[bytes
             _log.error("Blosc2 cannot read what it wrote; a block is stored as it is.")
             return None
         chunks.append(chunk)
+        tried_bytes = start + len(plain)
+        if len(chunks) == _TRIED_CHUNKS and sum(map(len, chunks)) > _WORTH * tried_bytes:
+            return None
     return chunks
 
 

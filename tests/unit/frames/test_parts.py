@@ -11,7 +11,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import milepost as mp
+from milepost.cli import probes
 from milepost.cli.app import app
+from milepost.cli.probes import probe_run
 from milepost.format.digest import BLOCK_BYTES, block_crcs
 from milepost.format.manifest import Manifest
 from milepost.stores.local import LocalStore
@@ -193,3 +195,16 @@ def test_damage_in_a_compressed_part_names_the_tensors_that_it_hit(tmp_path):
     (problem,) = found.verify(level="full").problems
     assert "1.weight" in problem.tensors
     assert "0.bias" not in problem.tensors
+
+
+def test_doctor_tells_what_cannot_be_read_for_want_of_the_library(tmp_path, monkeypatch):
+    """The first load would be too late to find that out."""
+    with mp.Checkpointer(
+        tmp_path, save_compression="zstd", box=Box({"zeros": torch.zeros(2_000_000)})
+    ) as run:
+        run.save("a", wait=True)
+    assert all(check.name != "compression" for check in probe_run(tmp_path))
+    monkeypatch.setattr(probes, "has_codec", lambda: False)
+    (check,) = [check for check in probe_run(tmp_path) if check.name == "compression"]
+    assert check.status == "fail"
+    assert "milepost[compression]" in check.hint
