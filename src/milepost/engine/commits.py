@@ -429,13 +429,13 @@ class Committer:
                 linked.append(entry)
                 continue
             plan = part.plan
+            packings[plan.file] = self._packing(plan.tensors, plan.size_bytes)
             if work.stream is not None:
                 jobs.append(work.stream.job(f"{held.folder}/{plan.file}", plan))
                 continue
             data = self._arena.view(plan.arena_start, plan.arena_stop)
             key, wait = f"{held.folder}/{plan.file}", partial(work.require_copy, plan.arena_start)
             jobs.append(copied_job(key, plan.file, data, wait=wait))
-            packings[plan.file] = self._packing(plan.tensors, plan.size_bytes)
         for path, text in texts.items():
             jobs.append(file_job(f"{held.folder}/{path}", path, _aligned(text)))
         known = {path: packing for path, packing in packings.items() if packing is not None}
@@ -457,10 +457,14 @@ class Committer:
         """Return a block from the middle of the largest part, and the size of its elements."""
         plan = max((part.plan for part in work.staged), key=lambda plan: plan.size_bytes)
         start = plan.size_bytes // 2 // BLOCK_BYTES * BLOCK_BYTES
+        packing = packing_of(plan.tensors, plan.size_bytes, method="zstd")
+        item_bytes = 1 if packing is None else packing.item_bytes[start // BLOCK_BYTES]
+        if work.stream is not None:
+            # Whatever the first slot holds, of this save or the last; a copy, for it may change.
+            return memoryview(bytes(self._arena.view(0, BLOCK_BYTES))), item_bytes
         block = self._arena.view(plan.arena_start, plan.arena_stop)[start : start + BLOCK_BYTES]
         work.require_copy(plan.arena_start, start + len(block))
-        packing = packing_of(plan.tensors, plan.size_bytes, method="zstd")
-        return block, packing.item_bytes[start // BLOCK_BYTES] if packing is not None else 1
+        return block, item_bytes
 
     def _write_files(
         self,

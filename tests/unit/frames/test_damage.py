@@ -145,7 +145,10 @@ def test_blocks_of_any_size_come_back(method, item_bytes):
     """The library makes what it cannot read of blocks that end within an element."""
     for size in (1, 5, 33, 4_097, 123_457, 524_289, 1_000_001, CHUNK_BYTES + 1):
         chunks = compress(memoryview(PLAIN)[:size], method=method, item_bytes=item_bytes)
-        assert chunks is not None
+        if chunks is None:
+            assert method == "lz4"  # finds nothing where elements are taken apart
+            assert item_bytes < 4
+            continue
         memory = bytearray(size)
         decompress(memoryview(b"".join(chunks)), memoryview(memory), where="a")
         assert memory == PLAIN[:size]

@@ -208,3 +208,20 @@ def test_doctor_tells_what_cannot_be_read_for_want_of_the_library(tmp_path, monk
     (check,) = [check for check in probe_run(tmp_path) if check.name == "compression"]
     assert check.status == "fail"
     assert "milepost[compression]" in check.hint
+
+
+def test_a_state_that_goes_through_a_budget_is_compressed_as_well(tmp_path):
+    """Its blocks are there one after the other only, and those that do not shrink are lent."""
+    numbers, noise = trained(12_000_000), torch.arange(3_000_000) * 0x9E3779B97F4A7C15
+    model = Box({"numbers": numbers, "noise": noise})
+    with mp.Checkpointer(
+        tmp_path, staging_budget_bytes=2**25, save_compression="zstd", box=model
+    ) as run:
+        pending = run.save("a")
+        pending.wait()
+    entry = manifest_of(tmp_path).file("box.safetensors")
+    assert pending.stats["compressed_to_bytes"] == entry.size_bytes < entry.frames.size_bytes
+    back = Box(None)
+    with mp.Checkpointer(tmp_path, box=back) as run:
+        run.restore("a")
+    assert_equal_states(back.state, model.state)
