@@ -264,3 +264,34 @@ def test_without_the_library_the_error_says_how_to_get_it(tmp_path, monkeypatch)
                 ask()
     finally:
         codec._library.cache_clear()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["codec", "size", "crc32c", "lengths", "frame_crc32c"]), JSON),
+    st.booleans(),
+)
+def test_whatever_a_table_of_frames_says_it_fits_or_is_refused(fields, is_base):
+    """A manifest may come from a stranger."""
+    base = {
+        "codec": "blosc2",
+        "size": BLOCK_BYTES + 5,
+        "crc32c": "0" * 16,
+        "lengths": [4_097, 5],
+        "frame_crc32c": "0" * 16,
+    }
+    try:
+        frames = Frames.from_json(
+            {**(base if is_base else {}), **fields}, stored_bytes=8_197, where="m", path="a"
+        )
+    except FormatError:
+        return
+    assert frames.stored_bytes == 8_197
+    assert len(frames.lengths) == block_count(frames.size_bytes) == len(frames.starts())
