@@ -32,8 +32,9 @@ __all__ = ["DOWNLOADS", "UPLOADS", "missing", "save_and_load"]
 
 STATE_BYTES = 2**30
 _NUM_REQUESTS = 8
-_SETTLE_S = 0.5
-"""The server goes on working for a moment when it has answered, on the cores of who copies next."""
+_SETTLE_S, _DELETED_S = 0.5, 1.0
+"""The server goes on working for a moment when it has answered, on the cores of who copies next; for
+longer when it was told to delete."""
 
 _NUM_LAYERS = 16
 """134 MB of weights: several requests for blocks that lie side by side."""
@@ -91,7 +92,7 @@ def save_and_load(folder: Path, *, rounds: int) -> tuple[Figures, int]:
                     taken.timed(f"{name} up", uploads[name])
                     if name != "obstore":  # which is loaded below
                         client.delete_object(Bucket=BUCKET, Key=f"{_OBJECT}-{name}")
-                        time.sleep(_SETTLE_S)
+                        time.sleep(_DELETED_S)
                 start = time.perf_counter()
                 beside = local.save(saved)
                 taken.row["local blocking"] = time.perf_counter() - start
@@ -104,7 +105,7 @@ def save_and_load(folder: Path, *, rounds: int) -> tuple[Figures, int]:
                 for entry in store.list(saved):
                     client.delete_object(Bucket=BUCKET, Key=f"run/{entry.key}")
                 client.delete_object(Bucket=BUCKET, Key=f"{_OBJECT}-obstore")
-                time.sleep(_SETTLE_S)
+                time.sleep(_DELETED_S)
                 if index:  # the first round warms every variant
                     figures.add_round(taken.row)
         figures.add("weights bytes", _share_of_weights(bucket))
