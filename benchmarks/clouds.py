@@ -33,8 +33,8 @@ __all__ = ["DOWNLOADS", "UPLOADS", "missing", "save_and_load"]
 STATE_BYTES = 2**30
 _NUM_REQUESTS = 8
 _SETTLE_S, _DELETED_S = 0.5, 1.0
-"""The server goes on working for a moment when it has answered, on the cores of who copies next; for
-longer when it was told to delete."""
+"""The server goes on working for a moment when it has answered, and for longer when it was told to
+delete, on the cores of who copies next."""
 
 _NUM_LAYERS = 16
 """134 MB of weights: several requests for blocks that lie side by side."""
