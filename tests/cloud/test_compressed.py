@@ -36,7 +36,7 @@ def milepost(*arguments: object) -> str:
 def test_a_compressed_run_in_a_bucket_is_as_good_as_any(bucket, tmp_path):
     """Sizes are known only at the end of an upload, and frames come as a stream."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(1_000, 1_200), nn.Linear(1_200, 300))
+    model = nn.Sequential(nn.Linear(900, 1_300), nn.Linear(1_300, 60))
     model[1].requires_grad_(False)
     optimizer = torch.optim.AdamW(model[0].parameters())
     for parameter in model[0].parameters():
@@ -74,9 +74,6 @@ def test_a_compressed_run_in_a_bucket_is_as_good_as_any(bucket, tmp_path):
 
     check(f"{bucket}/run")
     check(f"{bucket}/run", local_cache=str(cache))
-    milepost("sync", f"{bucket}/run", tmp_path / "synced")
-    milepost("verify", tmp_path / "synced", "--level", "full", "--all")
-    check(str(tmp_path / "synced"))
     milepost("export", f"{bucket}/run/b", tmp_path / "plain.safetensors", "--to", "safetensors")
     exported = load_file(tmp_path / "plain.safetensors")
     assert exported.keys() == before.keys()

@@ -8,7 +8,7 @@ import pytest
 
 from milepost.testing.ranks import run_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.campaign]
 
 BODY = """
 import os
