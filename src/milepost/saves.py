@@ -135,7 +135,7 @@ class Saves:
         """Save the state of everything tracked; see ``Checkpointer.save``."""
         self._resumption.settle()
         started_s = self._timer.clock_s
-        with self._whole_batches() as before:
+        with self._whole_batches() as before, walked_once():
             counters = self._timer.snapshot()
             numbers = {**self._metrics, **(metrics or {})}
             numbers = {key: as_number(key, value) for key, value in numbers.items()}

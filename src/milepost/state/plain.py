@@ -83,6 +83,8 @@ class PlainState:
             return None  # of one module a method was replaced
         if transient != self._transient or not _TABLES.issuperset(map(type, tables)):
             return None
+        if len(values) != len(self._is_stored):
+            return None  # changed by whoever was asked for a state before
         found = list(compress(values, self._is_stored))
         if not set(map(type, found)).issubset(PLAIN_TENSORS):
             return None

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from .batch_in_hand import version_of
+from .walks import walk_of
+from .wrappers import unwrap
 
 __all__ = ["TransientBuffers"]
 
@@ -50,7 +52,8 @@ class TransientBuffers:
 
 def _transient(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for item, model in models.items():
-        for path, module in model.named_modules():
+        walk = walk_of(unwrap(model))
+        for path, module in zip(walk.module_names, walk.modules(), strict=True):
             for name in module._non_persistent_buffers_set:
                 buffer = module._buffers.get(name)
                 if buffer is not None:

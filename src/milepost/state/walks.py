@@ -108,7 +108,10 @@ class Walk:
         Returns:
             Its parameters and buffers, themselves; ``None`` if only the module can tell.
         """
-        return None if self._plain is None else self._plain.state(self._live(), self._values())
+        if self._plain is None:
+            return None
+        members = self._live()
+        return self._plain.state(members, _values(_tables(members)))
 
     def frozen(self) -> frozenset[str]:
         """Return the names of parameters that require no gradients now."""
