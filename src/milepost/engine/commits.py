@@ -428,14 +428,16 @@ class Committer:
             if entry is not None:
                 linked.append(entry)
                 continue
-            plan = part.plan
-            packings[plan.file] = self._packing(plan.tensors, plan.size_bytes)
+            plan, key = part.plan, f"{held.folder}/{part.plan.file}"
             if work.stream is not None:
-                jobs.append(work.stream.job(f"{held.folder}/{plan.file}", plan))
-                continue
-            data = self._arena.view(plan.arena_start, plan.arena_stop)
-            key, wait = f"{held.folder}/{plan.file}", partial(work.require_copy, plan.arena_start)
-            jobs.append(copied_job(key, plan.file, data, wait=wait))
+                jobs.append(work.stream.job(key, plan))
+            else:
+                data = self._arena.view(plan.arena_start, plan.arena_stop)
+                wait = partial(work.require_copy, plan.arena_start)
+                jobs.append(copied_job(key, plan.file, data, wait=wait))
+            packings[plan.file] = self._packing(plan.tensors, plan.size_bytes)
+        if work.stream is not None:
+            work.stream.choose()
         for path, text in texts.items():
             jobs.append(file_job(f"{held.folder}/{path}", path, _aligned(text)))
         known = {path: packing for path, packing in packings.items() if packing is not None}

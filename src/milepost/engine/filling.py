@@ -135,9 +135,9 @@ class Filling(Filled):
         Raises:
             BaseException: What went wrong with the copy; whoever waits for it gets it too.
         """
+        self._thread = threading.current_thread()  # first: an interrupt may come at any moment
         if not self._begins.acquire(blocking=False):
             return  # the save has failed before it began
-        self._thread = threading.current_thread()
         started_s = time.perf_counter()
         try:
             with torch.no_grad(), side_streams(self._cuda):

@@ -1,6 +1,7 @@
 """Streaming: a state that is larger than the memory it may take goes through a ring of blocks.
 
     caller's thread                         threads that write
+    wait until it is known what is linked
     wait until a slot is free
     assemble the next block in it     ->    take the next block, write it
     ...                               <-    give its slot back
@@ -119,6 +120,8 @@ class Stream(Filled):
         self._num_slots = num_slots
         self._cuda = cuda
         self._used: dict[int, int] = {}
+        self._wanted: set[str] = set()
+        self._is_chosen = False
         self.most_slots = 0
 
     def run(self, *, is_awaited: bool) -> None:
@@ -132,14 +135,16 @@ class Stream(Filled):
             BaseException: What went wrong with the copy; whoever waits for it gets it too.
         """
         assert is_awaited
+        self._thread = threading.current_thread()  # first: an interrupt may come at any moment
         if not self._begins.acquire(blocking=False):
             return  # the save has failed before it began
-        self._thread = threading.current_thread()
         started_s = time.perf_counter()
         try:
-            self._require_wanted()
+            self._wait_until_chosen()
             with torch.no_grad(), side_streams(self._cuda):
                 for part in self._parts:
+                    if part.plan.file not in self._wanted:
+                        continue
                     for index, block in enumerate(part.blocks):
                         number = part.first + index
                         self._take_slot(number)
@@ -156,14 +161,21 @@ class Stream(Filled):
         self._end(None)
 
     def job(self, key: str, plan: PartPlan) -> SizedJob:
-        """Return the job of writing a part.
+        """Return the job of writing a part, which is streamed then.
 
         Args:
             key: Its key in the store.
-            plan: Its layout; one of those that are streamed.
+            plan: Its layout.
         """
+        self._wanted.add(plan.file)
         blocks = _Streamed(self, self._firsts[plan.file], plan.size_bytes)
         return SizedJob(key, plan.file, blocks, plan.size_bytes)
+
+    def choose(self) -> None:
+        """Say that there is a job for every part that is to be written; the others are linked."""
+        with self._changed:
+            self._is_chosen = True
+            self._changed.notify_all()
 
     def take(self, number: int, num_bytes: int) -> memoryview:
         """Return a block, once it is assembled.
@@ -187,22 +199,30 @@ class Stream(Filled):
     def _place(self, number: int) -> int:
         return number % self._num_slots * BLOCK_BYTES
 
-    def _take_slot(self, number: int) -> None:
-        slot, waited_s = number % self._num_slots, 0.0
+    def _wait_until_chosen(self) -> None:
         with self._changed:
-            while slot in self._used and self._stopped is None:
-                if waited_s >= _LONGEST_WAIT_S:
-                    raise DeadlineError(
-                        f"No block of the state was written for {_LONGEST_WAIT_S:g} s, and the "
-                        "next one waits for its memory.",
-                        safe="Nothing was committed; earlier checkpoints are intact.",
-                        hint="The place is too slow or does not answer: milepost doctor.",
-                    )
-                if not self._changed.wait(_SLICE_S):
-                    waited_s += _SLICE_S
-            self._require_wanted()
+            self._wait_here(lambda: self._is_chosen, "It was not begun to write the state")
+
+    def _take_slot(self, number: int) -> None:
+        slot = number % self._num_slots
+        with self._changed:
+            self._wait_here(lambda: slot not in self._used, "No block of the state was written")
             self._used[slot] = number
             self.most_slots = max(self.most_slots, len(self._used))
+
+    def _wait_here(self, is_there: Callable[[], bool], what: str) -> None:
+        """Wait for those who write, in the thread that assembles; with ``_changed`` held."""
+        waited_s = 0.0
+        while not is_there() and self._stopped is None:
+            if waited_s >= _LONGEST_WAIT_S:
+                raise DeadlineError(
+                    f"{what} within {_LONGEST_WAIT_S:g} s.",
+                    safe="Nothing was committed; earlier checkpoints are intact.",
+                    hint="The place is too slow or does not answer: milepost doctor.",
+                )
+            if not self._changed.wait(_SLICE_S):
+                waited_s += _SLICE_S
+        self._require_wanted()
 
 
 class _Streamed(Sequence[memoryview]):
@@ -277,7 +297,8 @@ class Streamer:
             written: Returns what the last checkpoint has under a path, if that may be shared.
 
         Returns:
-            What is to be streamed, and the files of the parts that did not change.
+            The stream, and the files of the parts that did not change. Those are streamed too if
+            there is a job for them, because they could not be linked.
         """
         self._arena.reserve(self.ring_bytes)
         cuda = cuda_devices(items)
@@ -298,10 +319,9 @@ class Streamer:
                 blocks = self._blocks[one.file] = self._lay_out(one, first, sources)
             part = StreamPart(one, first, blocks, sources)
             first += len(blocks)
+            parts.append(part)
             if one.is_frozen and self._is_unchanged(part, written(one.file)):
                 unchanged.add(one.file)
-            else:
-                parts.append(part)
         return Stream(self._arena, parts, num_slots=self.num_slots, cuda=cuda), unchanged
 
     def _is_unchanged(self, part: StreamPart, entry: FileEntry | None) -> bool:
