@@ -74,9 +74,9 @@ def sum_sizes(models: Iterable[nn.Module | Stage], optimizers: Iterable[Optimize
                     sizes[holders[id(tensor)]].add(num_bytes, num_bytes)
     for optimizer in optimizers:
         holder = holder_of(optimizer)
-        is_split = holder is not optimizer  # each rank keeps something else then
-        for group in optimizer.param_groups:
-            guessed = 0 if is_split else guess_kept(group)
+        is_split = holder is not optimizer  # each rank keeps it for parameters of its own then
+        for group in holder.param_groups:
+            guessed = guess_kept(group)
             for parameter in group["params"]:
                 own = () if is_split else holders.get(id(parameter), ())
                 sizes[own].add(*_kept(holder, parameter, guessed))
