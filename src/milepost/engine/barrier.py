@@ -11,6 +11,7 @@ function of Python that does nothing.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -61,6 +62,17 @@ _held: dict[int, Copy] = {}
 _load_hooks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _users: WeakSet[Barrier] = WeakSet()
 _step_hook: list[Any] = []
+
+
+def _begin_anew() -> None:
+    """In a forked child: no copy goes on there, and a thread that held the lock is gone."""
+    global _lock  # noqa: PLW0603 - one for the process
+    _lock = threading.RLock()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _hook_load(module: Any) -> None:

@@ -188,9 +188,9 @@ class Saver(Generic[T]):
         staging = self._stage(self._plan, items, owned)
         is_awaited = staging.stream is not None or (is_waited_for and not staging.late.is_late)
         copy: Filled = staging.filling if is_awaited else staging.late
-        self._copy = copy
-        pending: PendingSave[T] | None = None
+        pending = PendingSave[T](request.name, copy=copy)
         try:
+            self._copy = copy  # an interrupt may come at any line: whoever waits for it is let go
             if not is_awaited:
                 self._fill(staging)
             if staging.late.is_late and owned is not None:
@@ -207,7 +207,8 @@ class Saver(Generic[T]):
                 "blocking_s": capture_s + staged_s,
                 **_copied(staging, eager_reason if owned is None else why_not_late(owned, copy)),
             }
-            pending = self._begin(
+            self._begin(
+                pending,
                 request,
                 staged=staging.parts,
                 copy=copy,
@@ -224,9 +225,8 @@ class Saver(Generic[T]):
                 staging.filling.run(is_awaited=True)
         except BaseException as error:
             # Nobody will commit it, and an optimizer that is about to step must not wait for it.
+            pending.was_reported = True  # by the error itself
             copy.stop(error)
-            if pending is not None:
-                pending.was_reported = True  # by the error itself
             raise
         return pending
 
@@ -349,8 +349,9 @@ class Saver(Generic[T]):
         if self._current is not None:
             self._current.check_done(_LONGEST_SAVE_S)
         request = SaveRequest(name=name, reason="manual")
-        pending = self._begin(request, layout=self._layout, share=Share.of_error(error))
+        pending = PendingSave[T](request.name)
         pending.was_reported = True  # by the error itself
+        self._begin(pending, request, layout=self._layout, share=Share.of_error(error))
 
     def give_up(self, error: BaseException, *, patience_s: float | None = None) -> None:
         """Let the next save fail at once on the other ranks: this one takes part in no more.
@@ -374,10 +375,9 @@ class Saver(Generic[T]):
                 self._team.stop_waiting(error)
         self._team.give_up(error)
 
-    def _begin(self, request: SaveRequest, **given: Any) -> PendingSave[T]:
+    def _begin(self, pending: PendingSave[T], request: SaveRequest, **given: Any) -> None:
         """Hand a save over to a thread of its own."""
         self._attempt += 1
-        pending = self._current = PendingSave[T](request.name, copy=given.get("copy"))
 
         def name(folder: str) -> None:
             pending.name = folder
@@ -386,13 +386,13 @@ class Saver(Generic[T]):
         begins = threading.Lock()
         run = threading.Thread(target=self._run, args=(work, pending, begins), name="milepost-save")
         try:
+            self._current = pending
             run.start()
         except BaseException as error:
             # An interrupt may come when the thread is on its way already: then that ends the save.
             if begins.acquire(blocking=False):
                 pending.fail(error)  # or whoever waits for it would wait for ever
             raise
-        return pending
 
     def _run(self, work: Work, pending: PendingSave[T], begins: threading.Lock) -> None:
         if not begins.acquire(blocking=False):
