@@ -20,8 +20,8 @@ from importlib import metadata
 from pathlib import Path
 
 from ..checkpoint import Run, run_store
-from ..errors import CheckpointError, ExistsError, MissingError
-from ..frames.codec import has_codec
+from ..errors import CheckpointError, ExistsError, MissingError, UsageError
+from ..frames.codec import load_codec
 from ..runs.scan import State
 from ..runs.sessions import Session, is_provably_dead
 from ..stores.base import Store
@@ -113,10 +113,12 @@ def probe_run(place: Path | Store) -> list[Check]:
     # Room is taken for the plain bytes before any of them is compressed.
     space = _space(folder, made.plain_bytes if made is not None else None)
     found = [*space, _newest(run), *_session(run), *_left_over(run)]
-    if made is not None and made.is_compressed and not has_codec():
-        text = f"{made.name} is compressed, and blosc2 is not installed"
-        hint = "Nothing can be loaded from it here: pip install 'milepost[compression]'."
-        found.append(Check("compression", FAIL, text, hint))
+    if made is not None and made.is_compressed:
+        try:
+            load_codec(f"{made.name}, which is compressed,")
+        except UsageError as error:
+            hint = f"Nothing can be loaded from it here. {error.hint}"
+            found.append(Check("compression", FAIL, error.what, hint))
     return found
 
 

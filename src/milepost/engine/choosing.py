@@ -99,7 +99,13 @@ class Choice:
             self._num_rest -= 1
             return None
         if not self._trials:
-            self._trials = self._try(*sample())
+            block, item_bytes = sample()
+            try:
+                self._trials = self._try(block, item_bytes)
+            except Exception as error:  # noqa: BLE001 - of a library: no save may fail for its trial
+                self._is_auto = False
+                self._say(f"Parts are not compressed: {error}", level=logging.WARNING)
+                return None
         self._weigh(rate)
         return self._method
 
@@ -169,9 +175,9 @@ class Choice:
             begin = f"Parts are compressed with {method}" if method else "Parts are not compressed"
             self._say(f"{begin}: {why}.")
 
-    def _say(self, why: str) -> None:
+    def _say(self, why: str, *, level: int = logging.INFO) -> None:
         self.why = why
-        _log.info("%s", why)
+        _log.log(level, "%s", why)
 
 
 def _rate(bytes_s: float) -> str:

@@ -141,11 +141,23 @@ def _map(store: Store, where: str, entry: FileEntry, inside: _Inside | None) -> 
         try:
             if inside is not None:
                 _check(fd, entry, where, inside)
-            return mmap.mmap(fd, entry.size_bytes, access=mmap.ACCESS_COPY)
+            return _mapping(fd, entry, where)
         finally:
             os.close(fd)
     except OSError as error:
         raise storage_error(error, operation="map", path=path) from error
+
+
+def _mapping(fd: int, entry: FileEntry, where: str) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, entry.size_bytes, access=mmap.ACCESS_COPY)
+    except ValueError as error:  # it was cut short after it was looked at
+        raise DamagedError(
+            f"{where} ends before byte {entry.size_bytes:,}.",
+            hint="Load an earlier checkpoint; resume does so by itself.",
+            path=where,
+            expected=entry.size_bytes,
+        ) from error
 
 
 def _check(fd: int, entry: FileEntry, where: str, inside: _Inside) -> None:

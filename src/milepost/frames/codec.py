@@ -22,7 +22,16 @@ from typing import Any, Literal
 from ..errors import FormatError, UsageError
 from ..format.digest import crc32c
 
-__all__ = ["CHUNK_BYTES", "METHODS", "Method", "compress", "decompress", "has_codec", "load_codec"]
+__all__ = [
+    "CHUNK_BYTES",
+    "METHODS",
+    "Method",
+    "compress",
+    "decompress",
+    "has_codec",
+    "is_loadable",
+    "load_codec",
+]
 
 CHUNK_BYTES = 1024 * 1024
 
@@ -54,6 +63,15 @@ def has_codec() -> bool:
     return importlib.util.find_spec("blosc2") is not None
 
 
+def is_loadable() -> bool:
+    """Return whether the library can be used, which may have to be loaded for that."""
+    try:
+        load_codec("Whoever asks")
+    except UsageError:
+        return False
+    return True
+
+
 def load_codec(what: str) -> Any:
     """Return the library.
 
@@ -61,14 +79,19 @@ def load_codec(what: str) -> Any:
         what: What it is needed for, for messages.
 
     Raises:
-        UsageError: It is not installed.
+        UsageError: It is not installed, or does not load.
     """
     try:
         return _library()
-    except ImportError as error:
+    except Exception as error:  # a library that does not fit the machine raises what it likes
+        if isinstance(error, ModuleNotFoundError) and error.name == "blosc2":
+            raise UsageError(
+                f"{what} needs blosc2, which is not installed.",
+                hint="Install it with: pip install 'milepost[compression]'",
+            ) from error
         raise UsageError(
-            f"{what} needs blosc2, which is not installed.",
-            hint="Install it with: pip install 'milepost[compression]'",
+            f"{what} needs blosc2, which is installed but does not load: {error}",
+            hint="Install it anew: pip install --force-reinstall 'milepost[compression]'",
         ) from error
 
 
@@ -147,7 +170,7 @@ def decompress(frame: memoryview, into: memoryview, *, where: str) -> None:
 
     Raises:
         FormatError: It is not a frame of a block of that size.
-        UsageError: The library is not installed.
+        UsageError: The library is not installed, or does not load.
     """
     library = load_codec(f"Reading {where}")
     at = 0

@@ -37,7 +37,7 @@ def open_plain(store: Store, key: str, entry: FileEntry) -> Reader:
     Raises:
         MissingError: It is not there.
         DamagedError: It is compressed, and of another size than was written.
-        UsageError: It is compressed, and the library is not installed.
+        UsageError: It is compressed, and the library is not installed, or does not load.
     """
     if entry.frames is None:
         return store.open_reader(key)

@@ -68,15 +68,35 @@ def _read_machine_id(path: Path) -> str:
 
 
 def process_start(pid: int) -> str:
-    """Return the start mark of a process, or ``""`` if there is no such process here."""
+    """Return the start mark of a process, or ``""`` if there is none here that can be looked at."""
+    state, *rest = _status(pid) or ["X"]
+    try:
+        return "" if state in ("Z", "X") else f"{rest[18]}@{_PID_NAMESPACE.readlink()}"
+    except FileNotFoundError:
+        return ""
+
+
+def _status(pid: int) -> list[str]:
+    """Return what the system says of a process behind its name, or nothing."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-        namespace = _PID_NAMESPACE.readlink()
-    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
-        return ""
+    except (FileNotFoundError, ProcessLookupError, NotADirectoryError, PermissionError):
+        return []
     # The name of the program, in brackets, may hold spaces and brackets itself.
-    state, *rest = status.rpartition(")")[2].split()
-    return "" if state in ("Z", "X") else f"{rest[18]}@{namespace}"
+    return status.rpartition(")")[2].split()
+
+
+def _is_missing(pid: int) -> bool:
+    """Return whether there is no process of a number, also none that is hidden from this user."""
+    if type(pid) is not int or pid <= 0:  # a record may say anything, and these are groups
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 def is_gone(other: Identity, me: Identity) -> bool:
@@ -85,7 +105,9 @@ def is_gone(other: Identity, me: Identity) -> bool:
     A name proves nothing: a pod keeps its name when it moves to another machine. It must be known
     that both run, or ran, on one machine. Then another start of it is proof. Within one start,
     which is told by a random number of its own, the process must be missing from the very table of
-    processes that it was in, or its number must belong to a younger process.
+    processes that it was in, or its number must belong to a younger process. Where ``/proc`` shows
+    nothing of a process it may only be hidden, as those of other users are on many clusters: that
+    it is missing is then for the system to say, which does not send it a signal.
     """
     if not other.boot_id or not me.boot_id:
         return False
@@ -96,4 +118,5 @@ def is_gone(other: Identity, me: Identity) -> bool:
     namespace = other.process_start.partition("@")[2]
     if not namespace or namespace != me.process_start.partition("@")[2]:
         return False
-    return process_start(other.pid) != other.process_start
+    is_hidden = not _status(other.pid) and not _is_missing(other.pid)
+    return not is_hidden and process_start(other.pid) != other.process_start

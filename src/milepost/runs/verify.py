@@ -21,7 +21,7 @@ from ..format.digest import BLOCK_BYTES, block_crcs
 from ..format.header import PAGE_BYTES, StoredTensor, parse_header, parse_header_length
 from ..format.layout import MANIFEST
 from ..format.manifest import FileEntry, Manifest
-from ..frames.codec import has_codec
+from ..frames.codec import is_loadable
 from ..frames.reader import open_plain
 from ..stores.again import read_twice
 from ..stores.base import Reader, Store
@@ -229,7 +229,7 @@ def _check_lightly(
             for block, (crc, expected) in enumerate(zip(found, entry.crcs, strict=False)):
                 if crc != expected:
                     yield _mismatch(entry, block, crc, ())
-        elif _is_part(entry, manifest) and (entry.frames is None or has_codec()):
+        elif _is_part(entry, manifest) and (entry.frames is None or is_loadable()):
             with closing(open_plain(store, key, entry)) as reader:
                 _read_header(reader, entry.plain)
     except (MissingError, FormatError, StorageError) as error:
@@ -334,7 +334,7 @@ def _check_file(
 
 def _tensors(store: Store, key: str, entry: FileEntry) -> list[StoredTensor]:
     """Return the tensors of a part, or none if its own header is not to be trusted."""
-    if entry.frames is not None and not has_codec():
+    if entry.frames is not None and not is_loadable():
         return []
     plain = entry.plain
     try:

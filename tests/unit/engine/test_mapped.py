@@ -15,11 +15,12 @@ from torch import nn
 
 from milepost import Checkpointer
 from milepost.checkpoint import Checkpoint, open_run
+from milepost.engine import mapped
 from milepost.engine.mapped import map_item
 from milepost.engine.pieces import Piece, StoredWhole
 from milepost.errors import DamagedError, MissingError, UsageError
 from milepost.format.digest import BLOCK_BYTES
-from milepost.stores import LocalStore, MemoryStore
+from milepost.stores import LocalStore, MemoryStore, posix
 from milepost.tensors.boxes import Box
 
 FILE = "a/model.safetensors"
@@ -139,6 +140,20 @@ def test_a_file_that_was_cut_short_is_refused_and_not_mapped(saved, tmp_path):
     for verify in (False, True):
         with pytest.raises(DamagedError, match="bytes"):
             saved.map_weights(verify=verify)
+
+
+def test_a_file_that_is_cut_short_while_it_is_mapped_is_refused(saved, tmp_path, monkeypatch):
+    """It is looked at by another handle before, and may change in between."""
+    open_file = posix.open_file
+
+    def cut_and_open(path):
+        os.truncate(path, BLOCK_BYTES)
+        return open_file(path)
+
+    monkeypatch.setattr(mapped, "posix", SimpleNamespace(open_file=cut_and_open))
+    with pytest.raises(DamagedError, match="ends before byte") as caught:
+        saved.map_weights()
+    assert caught.value.facts["expected"] > BLOCK_BYTES
 
 
 def test_what_cannot_be_mapped_is_refused(new_lab, saved, tmp_path, state):

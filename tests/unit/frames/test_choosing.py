@@ -116,6 +116,26 @@ def test_without_the_library_it_is_off_and_says_so_once(monkeypatch, caplog):
     assert caplog.text.count("not installed") == 1
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OSError("libblosc2.so.7: cannot open"), ImportError("no symbol"), ValueError("size changed")],
+    ids=repr,
+)
+def test_with_a_library_that_does_not_load_it_is_off_and_says_so_once(monkeypatch, caplog, error):
+    """It is found out at the third save, which must not fail for that, nor those after it."""
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(codec, "_library", fail)
+    choice = Choice("auto", num_threads=2)
+    for _ in range(9):
+        assert choice.method(lambda: (memoryview(bytes(100_000)), 4)) is None
+        choice.note(plain_bytes=GB, stored_bytes=GB, write_s=9.0, put_s=None)
+    assert caplog.text.count("does not load") == 1
+    assert str(error) in choice.why
+
+
 def test_saves_to_a_slow_place_become_compressed(tmp_path, monkeypatch):
     """Two plain saves tell how slow it is; the state comes back from all of them."""
     monkeypatch.setattr(choosing, "FEWEST_BYTES", 1_000_000)

@@ -266,6 +266,24 @@ def test_without_the_library_the_error_says_how_to_get_it(tmp_path, monkeypatch)
         codec._library.cache_clear()
 
 
+@pytest.mark.parametrize("error", [OSError, ImportError, ValueError, AttributeError])
+def test_with_a_library_that_does_not_load_the_error_says_so(tmp_path, monkeypatch, error):
+    """What does not fit the machine raises what it likes, and is no damage of a checkpoint."""
+    from milepost.frames import codec
+    from milepost.visible import check_compression
+
+    def fail():
+        raise error("libblosc2.so.7")
+
+    store = LocalStore(tmp_path)
+    entry = write(store)
+    monkeypatch.setattr(codec, "_library", fail)
+    assert not codec.is_loadable()
+    for ask in (lambda: read(store, entry), lambda: check_compression("zstd", "milepost")):
+        with pytest.raises(errors.UsageError, match=r"does not load: libblosc2\.so\.7"):
+            ask()
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),

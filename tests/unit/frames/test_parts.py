@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import safetensors
@@ -11,11 +12,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import milepost as mp
-from milepost.cli import probes
 from milepost.cli.app import app
 from milepost.cli.probes import probe_run
 from milepost.format.digest import BLOCK_BYTES, block_crcs
 from milepost.format.manifest import Manifest
+from milepost.frames import codec
 from milepost.stores.local import LocalStore
 from milepost.testing.asserts import assert_equal_states
 
@@ -204,10 +205,16 @@ def test_doctor_tells_what_cannot_be_read_for_want_of_the_library(tmp_path, monk
     ) as run:
         run.save("a", wait=True)
     assert all(check.name != "compression" for check in probe_run(tmp_path))
-    monkeypatch.setattr(probes, "has_codec", lambda: False)
-    (check,) = [check for check in probe_run(tmp_path) if check.name == "compression"]
-    assert check.status == "fail"
-    assert "milepost[compression]" in check.hint
+    for error, why in (
+        (ModuleNotFoundError(name="blosc2"), "not installed"),
+        (OSError("libblosc2.so.7"), "does not load"),
+    ):
+        monkeypatch.setattr(codec, "_library", Mock(side_effect=error))
+        (check,) = [check for check in probe_run(tmp_path) if check.name == "compression"]
+        assert check.status == "fail"
+        assert why in check.text
+        assert "milepost[compression]" in check.hint
+        assert mp.open_run(tmp_path).get("a").verify(level="quick").is_good
 
 
 def test_a_state_that_goes_through_a_budget_is_compressed_as_well(tmp_path):

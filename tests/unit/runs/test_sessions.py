@@ -25,6 +25,7 @@ from milepost.runs import (
     Origin,
     check_not_fenced,
     ensure_run,
+    identity,
     is_provably_dead,
     list_sessions,
     open_session,
@@ -32,6 +33,7 @@ from milepost.runs import (
     record_origin,
     this_process,
 )
+from milepost.runs.identity import is_gone
 from milepost.stores import MemoryStore
 from milepost.testing import Fault, FaultStore
 
@@ -221,6 +223,42 @@ def test_a_number_that_was_given_out_again_is_another_process(store, me):
     """The pid lives, the writer does not."""
     start = f"1{me.process_start}"
     assert is_provably_dead(session_of(store, replace(me, process_start=start)), me)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_process_that_is_hidden_is_not_dead(store, me, monkeypatch, error):
+    """Clusters hide the processes of others; whoever takes them for ended breaks off uploads."""
+    parent = replace(me, pid=os.getppid(), process_start=identity.process_start(os.getppid()))
+    session, missing = session_of(store, parent), replace(me, pid=2**22 + 1)
+    read_text = Path.read_text
+
+    def hide(self, *args, **kwargs):
+        if self.name == "stat":
+            raise error(self)
+        return read_text(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", hide)
+    assert not is_provably_dead(session, me)
+    assert is_gone(missing, me)
+
+
+@pytest.mark.parametrize("errno_of_kill", [PermissionError, ProcessLookupError])
+def test_the_system_says_whether_a_hidden_process_lives(me, monkeypatch, errno_of_kill):
+    """To be refused is to be told that there is one."""
+
+    def kill(pid, signal):
+        assert signal == 0
+        raise errno_of_kill
+
+    other = replace(me, pid=2**22 + 1)
+    monkeypatch.setattr(os, "kill", kill)
+    assert is_gone(other, me) == (errno_of_kill is ProcessLookupError)
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**70, "", "7"])
+def test_a_number_that_no_process_has_is_asked_nobody_for(me, pid):
+    """A record may say anything; 0 and -1 stand for many processes."""
+    assert is_gone(replace(me, pid=pid), me)
 
 
 def test_another_start_of_the_machine_proves_it(store, me):
