@@ -7,16 +7,21 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 
 import milepost as mp
 from milepost.format.digest import BLOCK_BYTES
+from milepost.stores import PrefixStore
 from milepost.stores.base import StreamingReader
 from milepost.stores.cloud import CloudStore
 from milepost.testing import write_key
 from milepost.testing.proxy import (
+    Answer,
     FaultProxy,
+    Forward,
     Request,
     Rule,
     answer_with,
@@ -53,6 +58,16 @@ def store(proxy: FaultProxy) -> CloudStore:
 
 def is_range(request: Request) -> bool:
     return request.method == "GET" and "big" in request.path
+
+
+def shorten(size_bytes: int) -> Rule:
+    """Answer with so many bytes as if that were all: no error of the line shows it."""
+
+    def rule(request: Request, forward: Forward) -> Answer:
+        answer = forward(request)
+        return replace(answer, body=answer.body[:size_bytes])
+
+    return rule
 
 
 def stream(store: CloudStore, *, offset: int = 0, length: int = len(DATA)) -> Iterator[bytes]:
@@ -116,6 +131,70 @@ def test_what_cannot_go_on_is_said(
             came += piece
     assert caught.value.facts["operation"] == "read"
     assert DATA.startswith(came)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 5 * MIB])
+def test_an_answer_that_ends_too_soon_is_not_the_end_of_the_object(
+    proxy: FaultProxy, store: CloudStore, size_bytes: int
+) -> None:
+    """The rest is asked for, whether a block is read at once or many as they come."""
+    proxy.rule = first(3, shorten(size_bytes), only=is_range)
+    assert b"".join(stream(store)) == DATA
+    assert asked(proxy) == [
+        (low, len(DATA) - 1) for low in (0, size_bytes, 2 * size_bytes, 3 * size_bytes)
+    ]
+    proxy.seen.clear()
+    proxy.rule = first(2, shorten(size_bytes), only=is_range)
+    reader = store.open_reader("big")
+    assert bytes(reader.lend(MIB, BLOCK_BYTES)) == DATA[MIB : MIB + BLOCK_BYTES]
+    assert asked(proxy) == 3 * [(MIB, MIB + BLOCK_BYTES - 1)]
+
+
+def test_a_service_that_answers_in_part_for_ever_is_unwell_and_nothing_is_damaged(
+    proxy: FaultProxy, store: CloudStore
+) -> None:
+    """For damage an older checkpoint would be taken, and a whole one given up."""
+    proxy.rule = first(None, shorten(10), only=is_range)
+    for read in (lambda: list(stream(store)), lambda: store.open_reader("big").lend(0, 100)):
+        proxy.seen.clear()
+        with pytest.raises(mp.StorageError) as caught:
+            read()
+        assert caught.value.facts["operation"] == "read"
+        assert caught.value.facts["tries"] == len(asked(proxy)) < 10
+
+
+def test_blocks_that_come_one_by_one_are_a_range(
+    proxy: FaultProxy, store: CloudStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service may never answer with more at once, and each answer goes on."""
+    monkeypatch.setattr("milepost.stores.streams.BLOCK_BYTES", MIB)
+    proxy.rule = first(None, shorten(MIB), only=is_range)
+    assert b"".join(stream(store)) == DATA
+    assert len(asked(proxy)) == 16
+
+
+def test_one_short_answer_takes_no_checkpoint_from_a_resume(
+    proxy: FaultProxy, store: CloudStore
+) -> None:
+    """Nor do many: a bucket that is unwell is an error, and no reason for an older one."""
+    model = torch.nn.Linear(1000, 1500)
+
+    def is_part(request: Request) -> bool:
+        return request.method == "GET" and request.path.endswith("model.safetensors")
+
+    place = PrefixStore(store, "run")
+    with mp.Checkpointer(place, model=model) as run:
+        run.save("one", wait=True)
+        run.save("two", wait=True)
+    for count in (1, 2):
+        proxy.rule = first(count, shorten(2 * MIB), only=is_part)
+        found = torch.nn.Linear(1000, 1500)
+        with mp.Checkpointer(place, model=found) as run:
+            assert run.resumed_from == "two"
+        assert torch.equal(found.weight, model.weight)
+    proxy.rule = first(None, shorten(1000), only=is_part)
+    with pytest.raises(mp.StorageError), mp.Checkpointer(place, model=model):
+        pass
 
 
 def test_a_range_past_the_end_is_damage(store: CloudStore) -> None:

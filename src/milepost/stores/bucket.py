@@ -111,7 +111,7 @@ class BucketStore(ABC):
 
     @abstractmethod
     def read_range(self, key: str, start: int, length: int) -> memoryview:
-        """Return a range of bytes of a key. Used by the reader."""
+        """Return a range of bytes that a key has, all of them. Used by the reader."""
 
     @abstractmethod
     def _wait_s(self, size_bytes: int) -> float:

@@ -55,7 +55,7 @@ from .forked import note_request
 from .pace import pace_of
 from .probing import refuses_existing
 from .ranges import StreamReader
-from .refusals import UnknownAnswerError, typed_error
+from .refusals import UnknownAnswerError, typed_error, whole_range
 from .streams import Begun, resumed
 from .tries import Tries
 from .unended import Unended
@@ -376,20 +376,21 @@ class CloudStore(BucketStore):
                 raise
 
     def read_range(self, key: str, start: int, length: int) -> memoryview:
-        """Return a range of bytes of a key. Used by the reader."""
+        """Return a range of bytes that a key has, all of them. Used by the reader."""
         client = self._clients.get("read", length)
-        return self._ask(
-            "read",
-            key,
-            lambda: memoryview(obstore.get_range(client, key, start=start, length=length)),
-        )
+
+        def read() -> memoryview:
+            found = memoryview(obstore.get_range(client, key, start=start, length=length))
+            return whole_range(found, length)
+
+        return self._ask("read", key, read)
 
     def open_reader(self, key: str) -> StreamReader:
         """Open a key for reading."""
         return StreamReader(self, key, self.head(key).size_bytes)
 
     def stream_range(self, key: str, start: int, length: int) -> Iterator[memoryview]:
-        """Return a range of bytes of a key as they come. Used by the reader."""
+        """Return a range of bytes that a key has, as they come. Used by the reader."""
         client, stop = self._clients.get("read", length), start + length
 
         def ask(at: int) -> Begun:
@@ -404,6 +405,7 @@ class CloudStore(BucketStore):
             stop=stop,
             errors=(obstore.exceptions.BaseError, OSError),
             name=self._name(key),
+            pause=self._tries.pause,
         )
 
     def why_uploads_are_unseen(self) -> str:

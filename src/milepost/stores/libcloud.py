@@ -43,6 +43,7 @@ from .base import Entries, Entry, Names
 from .bucket import BucketStore
 from .feed import BlockFeed
 from .pace import pace_of
+from .refusals import UnknownAnswerError, whole_range
 from .tries import Tries
 
 __all__ = ["LibcloudStore", "make_driver"]
@@ -55,7 +56,14 @@ _RETRY_TIMEOUT_S = 120.0
 _DUMB_TRIES = 6
 """Of what fails without a status: a driver that ends an upload has another answer by then."""
 
-_ERRORS = (LibcloudError, BaseHTTPError, requests.RequestException, HTTPException, OSError)
+_ERRORS = (
+    LibcloudError,
+    BaseHTTPError,
+    requests.RequestException,
+    HTTPException,
+    OSError,
+    UnknownAnswerError,
+)
 _BROKEN = (requests.RequestException, HTTPException, ConnectionError, TimeoutError)
 """Of these a later try may come through, unless what was asked makes no sense, which is a
 ``ValueError`` too."""
@@ -240,15 +248,16 @@ class LibcloudStore(BucketStore):
         self._ask("upload", key, upload, may_repeat=may_repeat)
 
     def read_range(self, key: str, start: int, length: int) -> memoryview:
-        """Return a range of bytes of a key. Used by the reader."""
+        """Return a range of bytes that a key has, all of them. Used by the reader."""
 
         def read() -> memoryview:
             driver, found = self._object(key)
             try:
                 stream = driver.download_object_range_as_stream(found, start, start + length)
-                return memoryview(b"".join(stream))
+                part = memoryview(b"".join(stream))
             except NotImplementedError:
-                return _cut(driver.download_object_as_stream(found, _CHUNK_BYTES), start, length)
+                part = _cut(driver.download_object_as_stream(found, _CHUNK_BYTES), start, length)
+            return whole_range(part, length)
 
         return self._ask("read", key, read)
 
@@ -296,7 +305,7 @@ class LibcloudStore(BucketStore):
             nonlocal may_pass
             status = self._status_of(error)
             is_broken = isinstance(error, _BROKEN) and not isinstance(error, ValueError)
-            is_odd = isinstance(error, MalformedResponseError)
+            is_odd = isinstance(error, MalformedResponseError | UnknownAnswerError)
             is_dumb = type(error) is LibcloudError and status is None and tries < _DUMB_TRIES
             may_pass = is_broken or is_odd or is_dumb or _passes(status)
             return self._typed(error, operation, key, status=status, tries=tries)
@@ -346,7 +355,8 @@ class LibcloudStore(BucketStore):
                 hint="Look at the credentials of this process.",
                 **facts,
             )
-        said = f"status {status}" if status else type(error).__name__
+        is_own = isinstance(error, UnknownAnswerError)
+        said = f"status {status}" if status else str(error) if is_own else type(error).__name__
         what = f"Could not {operation} {name}: {said}" + (
             f", after {tries} tries." if tries > 1 else "."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import Protocol, final
 
-from ..errors import DamagedError
+from ..errors import DamagedError, StorageError
 
 __all__ = ["RangeReader", "Ranged", "StreamReader", "Streamed"]
 
@@ -14,7 +14,7 @@ class Ranged(Protocol):
     """What a store must be able to do for this reader."""
 
     def read_range(self, key: str, start: int, length: int) -> memoryview:
-        """Return a range of bytes of a key; fewer where it ends."""
+        """Return a range of bytes that a key has."""
 
 
 class RangeReader:
@@ -38,7 +38,8 @@ class RangeReader:
     def lend(self, offset: int, length: int) -> memoryview:
         """Return a range of bytes. See ``base.LendingReader``."""
         part = memoryview(b"")
-        if length and offset + length <= self.size_bytes:
+        self._refuse_past_end(offset, length)
+        if length:
             part = self._store.read_range(self._key, offset, length)
         self._refuse_short(offset, length, part.nbytes)
         return part
@@ -46,13 +47,24 @@ class RangeReader:
     def close(self) -> None:
         """Do nothing."""
 
-    def _refuse_short(self, offset: int, length: int, found_bytes: int) -> None:
-        if found_bytes != length:
+    def _refuse_past_end(self, offset: int, length: int) -> None:
+        if length and offset + length > self.size_bytes:
             raise DamagedError(
                 f"{self._key} ends before byte {offset + length:,}.",
                 path=self._key,
                 expected=offset + length,
-                found=offset + found_bytes,
+                found=self.size_bytes,
+            )
+
+    def _refuse_short(self, offset: int, length: int, found_bytes: int) -> None:
+        """Refuse an answer that lacks bytes of an object that has them: it says nothing of it."""
+        if found_bytes != length:
+            raise StorageError(
+                f"{self._key} has {self.size_bytes:,} bytes, but of {length:,} from byte "
+                f"{offset:,} on {found_bytes:,} came.",
+                hint="The place may be unwell; try again later.",
+                operation="read",
+                path=self._key,
             )
 
 
@@ -60,7 +72,7 @@ class Streamed(Ranged, Protocol):
     """What a store must be able to do for a reader that streams."""
 
     def stream_range(self, key: str, start: int, length: int) -> Iterator[memoryview]:
-        """Yield a range of bytes of a key as they come; fewer where it ends."""
+        """Yield a range of bytes that a key has, as they come."""
 
 
 @final
@@ -80,7 +92,8 @@ class StreamReader(RangeReader):
     def stream(self, offset: int, length: int) -> Generator[memoryview, None, None]:
         """Yield a range of bytes. See ``base.StreamingReader``."""
         came_bytes = 0
-        if length and offset + length <= self.size_bytes:
+        self._refuse_past_end(offset, length)
+        if length:
             for piece in self._streamed.stream_range(self._key, offset, length):
                 came_bytes += piece.nbytes
                 yield piece

@@ -19,11 +19,22 @@ from ..errors import (
     StorageError,
 )
 
-__all__ = ["UnknownAnswerError", "is_passing", "says_slow_down", "typed_error"]
+__all__ = ["UnknownAnswerError", "is_passing", "says_slow_down", "typed_error", "whole_range"]
 
 
 class UnknownAnswerError(Exception):
     """An answer that the service cannot have given; internal, turned into a ``StorageError``."""
+
+
+def whole_range(part: memoryview, length: int) -> memoryview:
+    """Return what was answered for a range of an object that has it, if all of it came.
+
+    Raises:
+        UnknownAnswerError: It did not; the next answer may bring it.
+    """
+    if part.nbytes != length:
+        raise UnknownAnswerError(f"{part.nbytes:,} of {length:,} bytes came")
+    return part
 
 
 _CODE = re.compile(

@@ -2,8 +2,9 @@
 
 One request for many blocks costs a service little more than one for a single block, and holds no
 more memory here than what came last. In return it may break off in the middle, by an error of the
-line or at the end of its time: then the rest is another request. Each answer brings some bytes, or
-is tried again as any other, so that a range comes to an end.
+line or at the end of its time: then the rest is another request. It may also end before the range
+does as if it were whole, which what stands between a service and its clients is known to do. That
+is no sign of a short object: the rest is asked for too, but not for ever.
 """
 
 from __future__ import annotations
@@ -11,9 +12,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
+from ..errors import StorageError
+from ..format.digest import BLOCK_BYTES
+
 __all__ = ["Begun", "resumed"]
 
 _log = logging.getLogger("milepost")
+
+_SHORT_ANSWERS = 6
+"""Beside one for each block that came: some services never answer with much at once."""
 
 Begun = tuple[bytes, Iterator[bytes]]
 """The first bytes of an answer, or none if it has none, and what brings the others."""
@@ -26,19 +33,23 @@ def resumed(
     stop: int,
     errors: tuple[type[Exception], ...],
     name: str,
+    pause: Callable[[int], None],
 ) -> Iterator[memoryview]:
-    """Yield a range of bytes in pieces; fewer where the object ends.
+    """Yield a range of bytes, which the object has, in pieces.
 
     Args:
-        begin: Asks for the bytes from one on, until that was answered with some of them.
+        begin: Asks for the bytes from one on, until that was answered.
         start: The first byte.
         stop: The byte after the last.
         errors: What an answer raises that breaks off.
         name: The object, for messages.
+        pause: Waits before what was answered in part is asked for again; takes how often it was.
 
     Raises:
+        StorageError: Time and again an answer ended before the range did.
         CheckpointError: What ``begin`` has raised.
     """
+    first, num_short = start, 0
     others: Iterator[bytes] | None = None
     try:
         while start < stop:
@@ -52,7 +63,23 @@ def resumed(
                     _log.debug("%s broke off at byte %d: %s.", name, start, type(error).__name__)
                     break
             else:
-                return
+                if start == stop:
+                    return
+                num_short += 1
+                if num_short > _SHORT_ANSWERS + (start - first) // BLOCK_BYTES:
+                    raise StorageError(
+                        f"Could not read {name}: {num_short} answers ended before what was asked "
+                        f"for, the last at byte {start:,}.",
+                        safe="Earlier checkpoints are intact.",
+                        hint="The place may be unwell; try again later.",
+                        operation="read",
+                        path=name,
+                        status=None,
+                        code=None,
+                        tries=num_short,
+                    )
+                _log.debug("An answer for %s ended at byte %d of %d.", name, start, stop)
+                pause(num_short)
     finally:
         # Not later, with the frames that an error refers to: by then this may be a forked child,
         # where no client may be dropped.

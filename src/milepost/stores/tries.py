@@ -55,6 +55,10 @@ class Tries:
         self._errors = errors
         self._was_answered = False
 
+    def pause(self, number: int) -> None:
+        """Wait as before the try after so many that failed."""
+        self._pace.sleep(_pause_s(number))
+
     def run(
         self,
         request: Callable[[], T],
@@ -104,8 +108,12 @@ class Tries:
                 pace.slow_down()
             self._was_answered = self._was_answered or problem.facts.get("status") is not None
             num_left = (limit if self._was_answered else min(limit, _FIRST_CONTACT_RETRIES)) + 1
-            pause_s = varied(min(_FIRST_PAUSE_S * 2 ** (number - 1), _LONGEST_PAUSE_S))
+            pause_s = _pause_s(number)
             is_late = pace.clock() + pause_s >= deadline_s
             if number >= num_left or is_late or not (is_passing(problem) and may_repeat(problem)):
                 raise problem  # outside of the except block: the client's text stays behind
             pace.sleep(pause_s)
+
+
+def _pause_s(number: int) -> float:
+    return varied(min(_FIRST_PAUSE_S * 2 ** (number - 1), _LONGEST_PAUSE_S))
