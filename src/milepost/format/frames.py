@@ -8,15 +8,16 @@ has not compared, and knows how much memory the plain bytes take before it decom
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from ..errors import FormatError
-from .digest import BLOCK_BYTES, block_count
+from .digest import BLOCK_BYTES, block_count, combine, crc32c
 from .header import PAGE_BYTES
 
-__all__ = ["CODEC", "Frames", "padded"]
+__all__ = ["CODEC", "FrameSums", "Frames", "padded"]
 
 CODEC = "blosc2"
 
@@ -108,6 +109,48 @@ class Frames:
         if frames.stored_bytes != stored_bytes:
             raise refuse("that do not fill it")
         return frames
+
+
+class FrameSums:
+    """The checksums of the frames in a stored file whose blocks come in any order.
+
+    Threads may bring blocks at once.
+
+    Args:
+        frames: What the manifest says of them.
+    """
+
+    def __init__(self, frames: Frames) -> None:
+        self._frames = frames
+        self._starts = frames.starts()
+        self._seen: list[list[tuple[int, int, int]]] = [[] for _ in self._starts]
+
+    def add(self, block: int, data: memoryview) -> None:
+        """Take in a block of the stored file."""
+        low, high = block * BLOCK_BYTES, block * BLOCK_BYTES + len(data)
+        frame = bisect_right(self._starts, low) - 1
+        while frame < len(self._starts) and self._starts[frame] < high:
+            start = max(self._starts[frame], low)
+            stop = min(self._starts[frame] + self._frames.lengths[frame], high)
+            if start < stop:
+                crc = crc32c(data[start - low : stop - low])
+                self._seen[frame].append((start, stop - start, crc))
+            frame += 1
+
+    def wrong(self) -> list[tuple[int, int]]:
+        """Return the frames with another checksum than they should have, and which.
+
+        Those that did not come in whole are left out.
+        """
+        found = []
+        for frame, seen in enumerate(self._seen):
+            crc = 0
+            for _, length, of_piece in sorted(seen):
+                crc = combine(crc, of_piece, length)
+            is_whole = sum(length for _, length, _ in seen) == self._frames.lengths[frame]
+            if is_whole and crc != self._frames.frame_crcs[frame]:
+                found.append((frame, crc))
+        return found
 
 
 def _hex(crcs: tuple[int, ...]) -> str:

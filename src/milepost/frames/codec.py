@@ -90,7 +90,7 @@ def load_codec(what: str) -> Any:
                 hint="Install it with: pip install 'milepost[compression]'",
             ) from error
         raise UsageError(
-            f"{what} needs blosc2, which is installed but does not load: {error}",
+            f"{what} needs blosc2, which is installed but does not load: {error}.",
             hint="Install it anew: pip install --force-reinstall 'milepost[compression]'",
         ) from error
 

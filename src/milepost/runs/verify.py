@@ -3,7 +3,9 @@
 Quick: the seal of the manifest, every file with its exact size, the checksums of the JSON files,
 and the header of every part. It costs a few small reads per file and finds what crashes and
 half-done copies leave behind. Full: the CRC32C of every block of every file as well, which finds a
-single flipped bit and names the file, the block and the tensors that it lies in.
+single flipped bit and names the file, the block and the tensors that it lies in. Of a compressed
+file the frames are compared as well: what was altered in memory before it was written has the right
+checksum as it is stored, and cannot be loaded.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from queue import SimpleQueue
 
 from ..errors import CheckpointError, FormatError, MissingError, StorageError
 from ..format.digest import BLOCK_BYTES, block_crcs
+from ..format.frames import FrameSums
 from ..format.header import PAGE_BYTES, StoredTensor, parse_header, parse_header_length
 from ..format.layout import MANIFEST
 from ..format.manifest import FileEntry, Manifest
@@ -301,12 +304,16 @@ def _check_file(
         raise_unreachable(store, error)
         return [_unreadable(entry.path, error)]
 
+    sums = FrameSums(entry.frames) if entry.frames is not None else None
+
     def check(block: int) -> tuple[int, int | CheckpointError]:
         offset = block * BLOCK_BYTES
         pages = buffers.get()
         try:
             view = pages[: min(BLOCK_BYTES, entry.size_bytes - offset)]
             found = read_twice(reader, offset, view, expected=entry.crcs[block])
+            if sums is not None and found == entry.crcs[block]:
+                sums.add(block, view)
             note(view.nbytes)
             return block, found
         except (FormatError, StorageError) as error:
@@ -318,8 +325,9 @@ def _check_file(
     with closing(reader):
         outcomes = list(pool.map(check, range(len(entry.crcs))))
         bad = [(block, got) for block, got in outcomes if got != entry.crcs[block]]
+    wrong = sums.wrong() if sums is not None else []
     tensors: list[StoredTensor] = []
-    if bad and _is_part(entry, manifest):
+    if (bad or wrong) and _is_part(entry, manifest):
         tensors = _tensors(store, file_key(name, entry.path), entry)
     problems = []
     for block, got in bad:
@@ -329,6 +337,9 @@ def _check_file(
         else:
             text = f"Block {block} of {entry.path} cannot be read: {got}"
             problems.append(Problem(entry.path, block, "", "", text, names))
+    for frame, got in wrong:
+        names = _names_in(tensors, frame * BLOCK_BYTES, (frame + 1) * BLOCK_BYTES)
+        problems.append(_wrong_frame(entry, frame, got, names))
     return problems
 
 
@@ -362,9 +373,24 @@ def _names_in(tensors: list[StoredTensor], start: int, stop: int) -> tuple[str, 
 
 
 def _mismatch(entry: FileEntry, block: int, crc: int, tensors: tuple[str, ...]) -> Problem:
-    expected, found = f"{entry.crcs[block]:08x}", f"{crc:08x}"
+    what = f"Block {block} of {entry.path}"
+    return _other_sum(entry, what, block, crc=crc, expected=entry.crcs[block], tensors=tensors)
+
+
+def _wrong_frame(entry: FileEntry, frame: int, crc: int, tensors: tuple[str, ...]) -> Problem:
+    """Return what is wrong with a frame in blocks that are as they were written."""
+    assert entry.frames is not None
+    block = entry.frames.starts()[frame] // BLOCK_BYTES
+    what, expected = f"Frame {frame} of {entry.path}", entry.frames.frame_crcs[frame]
+    return _other_sum(entry, what, block, crc=crc, expected=expected, tensors=tensors)
+
+
+def _other_sum(
+    entry: FileEntry, what: str, block: int, *, crc: int, expected: int, tensors: tuple[str, ...]
+) -> Problem:
+    right, found = f"{expected:08x}", f"{crc:08x}"
     names = ", ".join(tensors[:_MAX_NAMED_TENSORS])
     more = f" and {len(tensors) - _MAX_NAMED_TENSORS} more" * (len(tensors) > _MAX_NAMED_TENSORS)
     where = f" It holds bytes of {names}{more}." if tensors else ""
-    text = f"Block {block} of {entry.path} has CRC32C {found} and not {expected}.{where}"
-    return Problem(entry.path, block, expected, found, text, tensors)
+    text = f"{what} has CRC32C {found} and not {right}.{where}"
+    return Problem(entry.path, block, right, found, text, tensors)

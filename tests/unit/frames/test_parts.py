@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -196,6 +197,33 @@ def test_damage_in_a_compressed_part_names_the_tensors_that_it_hit(tmp_path):
     (problem,) = found.verify(level="full").problems
     assert "1.weight" in problem.tensors
     assert "0.bias" not in problem.tensors
+
+
+def test_what_was_altered_before_it_was_written_is_found_by_a_full_look(tmp_path, monkeypatch):
+    """Its blocks match the checksums that were taken of them; it can be loaded all the same not."""
+    model = nn.Sequential(nn.Linear(3000, 1000), nn.Linear(1000, 5000))
+    with mp.Checkpointer(tmp_path, save_compression="zstd", model=model) as run:
+        run.save("a", wait=True)
+    manifest = tmp_path / "a" / "manifest.json"
+    record = Manifest.from_bytes(manifest.read_bytes(), where="a")
+    path, entry = tmp_path / "a" / "model.safetensors", record.file("model.safetensors")
+    frames, data = entry.frames, bytearray(path.read_bytes())
+    starts = frames.starts()
+    assert starts[1] < BLOCK_BYTES < starts[1] + frames.lengths[1]
+    for at in (BLOCK_BYTES - 1, BLOCK_BYTES):  # in the two blocks that the frame lies in
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        altered = replace(entry, crcs=tuple(block_crcs(bytes(damaged))))
+        files = tuple(altered if one is entry else one for one in record.files)
+        manifest.write_bytes(replace(record, files=files).to_bytes())
+        found = mp.open_run(tmp_path).get("a")
+        (problem,) = found.verify(level="full").problems
+        assert (problem.block, problem.expected) == (0, f"{frames.frame_crcs[1]:08x}")
+        assert "Frame 1 of model.safetensors" in problem.text
+        assert problem.tensors
+        with pytest.raises(mp.DamagedError, match="Frame 1"):
+            found.load_weights(nn.Sequential(nn.Linear(3000, 1000), nn.Linear(1000, 5000)))
 
 
 def test_doctor_tells_what_cannot_be_read_for_want_of_the_library(tmp_path, monkeypatch):
