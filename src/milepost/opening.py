@@ -510,6 +510,10 @@ class Opening:
         except CheckpointError as error:
             _log.warning("Leftovers of dead attempts could not be removed: %s", error)
             return
+        except Exception:  # noqa: BLE001 - recorded
+            # Housekeeping, by more libraries than the saves need: the training starts without.
+            _log.exception("Leftovers of dead attempts could not be removed.")
+            return
         if removed:
             _log.info("Removed leftovers of dead attempts: %s", ", ".join(removed))
 

@@ -7,6 +7,7 @@ client than the one that is tested. The rules themselves: ``tests/unit/runs/test
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -182,6 +183,43 @@ def test_a_start_asks_for_uploads_once_and_a_first_start_never(place: Place) -> 
             assert len(asked) == min(number, 1)
 
 
+@pytest.mark.parametrize("trouble", ["import", "client"])
+@pytest.mark.parametrize("place", ["moto"], indirect=True)
+def test_a_boto3_that_cannot_be_used_keeps_nobody_from_anything(
+    place: Place, trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is installed for housekeeping; a run must start without it, and say why it does."""
+    with mp.Checkpointer(place.run("run"), model=torch.nn.Linear(2, 2)) as run:
+        run.save("ba1", wait=True)
+
+    def refuse(*_: object) -> None:
+        raise ValueError(f"Invalid endpoint: {SECRET}")
+
+    if trouble == "import":
+        monkeypatch.delitem(sys.modules, "milepost.stores.unended_s3", raising=False)
+        monkeypatch.setitem(sys.modules, "botocore.session", None)
+    else:
+        monkeypatch.setattr("milepost.stores.unended_s3._client", refuse)
+    with mp.Checkpointer(place.run("run"), model=torch.nn.Linear(2, 2)) as run:
+        assert run.resumed_from == "ba1"
+    why = "boto3 is installed but cannot be used here"
+    assert [one.levelname for one in caplog.records if why in one.message] == ["WARNING"]
+    status, text = checked(place.run("run"))["cut-off uploads"]
+    assert (status, why in text) == ("ok", True)
+    answer = CliRunner().invoke(app, ["prune", place.run("run"), "--keep-last", "5"])
+    assert (answer.exit_code, why in answer.stderr) == (0, True)
+    assert SECRET not in caplog.text + text + answer.output
+
+
+def test_a_host_that_boto3_does_not_take_is_a_reason_too() -> None:
+    """The store's own client takes it, and so do the tools that give hosts such names."""
+    config = {"endpoint": "http://minio_server:9000", "access_key_id": KEY}
+    store = CloudStore("s3://runs/run", config={**config, "secret_access_key": SECRET})
+    assert "cannot be used here (ValueError)" in store.why_uploads_are_unseen()
+    with pytest.raises(mp.UsageError, match="cannot be used here"):
+        store.begun_uploads()
+
+
 @pytest.mark.parametrize("place", ["moto"], indirect=True)
 def test_uploads_are_seen_and_ended_below_a_folder_too(place: Place, tmp_path: Path) -> None:
     """Of a run that keeps its records in a hidden folder; and nothing shows the secret."""
@@ -197,6 +235,8 @@ def test_uploads_are_seen_and_ended_below_a_folder_too(place: Place, tmp_path: P
     assert abs(below.upload_written_s(shown.found[0]) - time.time()) < 60
     for _ in range(2):  # one that has ended is no error
         below.end_upload(shown.found[0])
+    # Whoever looks at one that another has just ended goes on with the others.
+    assert below.upload_written_s(shown.found[0]) == math.inf
     assert uploads(place) == []
     assert SECRET not in repr(above) + repr(vars(above)) + repr(vars(above._unended.uploads()))
     assert isinstance(place.server, Server)

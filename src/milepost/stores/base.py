@@ -299,7 +299,10 @@ class ShowingUploads(Protocol):
         """
 
     def upload_written_s(self, upload: BegunUpload) -> float:
-        """Return when anything of an upload came last, by the store's own clock."""
+        """Return when anything of an upload came last, by the store's own clock.
+
+        Infinity if it has ended meanwhile.
+        """
 
     def end_upload(self, upload: BegunUpload) -> None:
         """Drop an upload with all of its parts; one that has ended is no error."""

@@ -43,7 +43,7 @@ def resumed(
         stop: The byte after the last.
         errors: What an answer raises that breaks off.
         name: The object, for messages.
-        pause: Waits before what was answered in part is asked for again; takes how often it was.
+        pause: Waits before what is missing is asked for; takes how many answers brought little.
 
     Raises:
         StorageError: Time and again an answer ended before the range did.
@@ -66,7 +66,8 @@ def resumed(
                 if start == stop:
                     return
                 num_short += 1
-                if num_short > _SHORT_ANSWERS + (start - first) // BLOCK_BYTES:
+                num_vain = num_short - (start - first) // BLOCK_BYTES
+                if num_vain > _SHORT_ANSWERS:
                     raise StorageError(
                         f"Could not read {name}: {num_short} answers ended before what was asked "
                         f"for, the last at byte {start:,}.",
@@ -79,7 +80,8 @@ def resumed(
                         tries=num_short,
                     )
                 _log.debug("An answer for %s ended at byte %d of %d.", name, start, stop)
-                pause(num_short)
+                if num_vain > 0:
+                    pause(num_vain)
     finally:
         # Not later, with the frames that an error refers to: by then this may be a forked child,
         # where no client may be dropped.

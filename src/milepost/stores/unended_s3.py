@@ -11,6 +11,7 @@ as that one does: files of profiles are not read. The only module that imports b
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import boto3
 import botocore.session
 from botocore import UNSIGNED
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
 from .base import BegunUpload, BegunUploads
 from .refusals import typed_error
@@ -72,6 +73,9 @@ class S3Uploads:
         prefix: The folder in it that the store stands in, without a slash at the end; or empty.
         access: How it is reached.
         url: The address of the store, for messages.
+
+    Raises:
+        Exception: Of boto3, whatever it is: no client can be made of this.
     """
 
     def __init__(self, bucket: str, prefix: str, access: Access, *, url: str) -> None:
@@ -79,8 +83,7 @@ class S3Uploads:
         self._prefix = f"{prefix}/" if prefix else ""
         self._endpoint = access.endpoint
         self._url = url
-        with self._typed("list the uploads of", ""):
-            self._client = _client(bucket, access)
+        self._client = _client(bucket, access)
 
     def find(self, start: str = "") -> BegunUploads:
         """Return the uploads to keys that begin with ``start``.
@@ -108,13 +111,21 @@ class S3Uploads:
         return BegunUploads(tuple(found), now_s=now_s, is_whole=is_whole)
 
     def written_s(self, upload: BegunUpload) -> float:
-        """Return when the last part of an upload came, or when it was begun, by its own clock."""
+        """Return when the last part of an upload came, or when it was begun, by its own clock.
+
+        Of an upload that has ended meanwhile nobody can tell: infinity, as if it went on.
+        """
         latest_s = upload.begun_s
         with self._typed("look at the upload of", upload.key):
             pages = self._client.get_paginator("list_parts").paginate(**self._naming(upload))
-            for page in pages:
-                for part in page.get("Parts", ()):
-                    latest_s = max(latest_s, part["LastModified"].timestamp())
+            try:
+                for page in pages:
+                    for part in page.get("Parts", ()):
+                        latest_s = max(latest_s, part["LastModified"].timestamp())
+            except ClientError as error:
+                if not _has_ended(error):
+                    raise
+                return math.inf
         return latest_s
 
     def end(self, upload: BegunUpload) -> None:
@@ -123,7 +134,7 @@ class S3Uploads:
             try:
                 self._client.abort_multipart_upload(**self._naming(upload))
             except ClientError as error:
-                if error.response.get("Error", {}).get("Code") != "NoSuchUpload":
+                if not _has_ended(error):
                     raise
 
     def _naming(self, upload: BegunUpload) -> dict[str, str]:
@@ -135,7 +146,7 @@ class S3Uploads:
         """Turn errors of boto3 into those of this library, without what they may give away."""
         try:
             yield
-        except (ClientError, BotoCoreError) as error:
+        except Exception as error:  # noqa: BLE001 - not all that boto3 raises is of its own kinds
             raise typed_error(
                 _said(error),
                 type(error).__name__,
@@ -170,6 +181,10 @@ def _client(bucket: str, access: Access) -> Any:
         aws_session_token=access.token or None,
         config=config,
     )
+
+
+def _has_ended(error: ClientError) -> bool:
+    return bool(error.response.get("Error", {}).get("Code") == "NoSuchUpload")
 
 
 def _clock(page: Mapping[str, Any]) -> float | None:

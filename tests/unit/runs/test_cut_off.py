@@ -5,10 +5,14 @@ The place is one in memory that is told what its service shows.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 
 import pytest
+import torch
 
+import milepost as mp
 from milepost.errors import AccessError, StorageError
 from milepost.format.canonical import dump_record
 from milepost.runs import Identity, adopt, claim, end_cut_off, find_cut_off, scan, sweep
@@ -73,6 +77,30 @@ def dead(place: Showing, identity: Identity = LATER, **options) -> list[str]:
 def at_age(place: Showing, age_s: float) -> None:
     """Let the clock of the service go on."""
     place.now_s = time.time() + age_s + 60
+
+
+def test_an_upload_that_ends_while_it_is_looked_at_stops_nothing(place, begin):
+    """Another may sweep at the same time; what is left is still ended."""
+    begin(place, pid=1)
+    keys = ["ep1/model.safetensors", "ep2/model.safetensors"]
+    for key in keys:
+        place.begin(key)
+    place.last_s[keys[0]] = math.inf
+    at_age(place, DAY_S)
+    assert dead(place) == keys[1:]
+
+
+def test_an_error_of_any_kind_in_a_sweep_keeps_no_training_from_starting(place, caplog):
+    """It is housekeeping, and asks more of the place, and of other libraries, than a save does."""
+    model = torch.nn.Linear(1, 1)
+    with mp.Checkpointer(place, model=model) as run:
+        run.save("one", wait=True)
+    place.error = KeyError("Initiated")
+    with caplog.at_level(logging.WARNING, logger="milepost"):
+        with mp.Checkpointer(place, model=model) as run:
+            assert run.resumed_from == "one"
+    assert "could not be removed" in caplog.text
+    assert place.asked == [""]
 
 
 def test_a_claim_tells_whose_an_upload_is(place, begin):
