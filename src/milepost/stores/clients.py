@@ -13,6 +13,7 @@ since it alone holds the pieces.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, final
@@ -32,6 +33,33 @@ _CONNECT_S = 10
 _SIZES = (1024 * 1024, *(n * BLOCK_BYTES for n in (1, 2, 8, 64, 512)))
 _COPY_SILENT, _COPY_FASTER = 3, 500
 """Of the times of other requests: 60 s, and as long as the bytes take at 50 MB/s."""
+
+_PREFIX = re.compile(r"^(aws|azure|google)_")
+_OF_CONNECTIONS = frozenset(
+    {
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "default_content_type",
+        "default_headers",
+        "http1_only",
+        "http2_keep_alive_interval",
+        "http2_keep_alive_timeout",
+        "http2_keep_alive_while_idle",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "proxy_url",
+        "randomize_addresses",
+        "read_timeout",
+        "root_certificate",
+        "timeout",
+        "user_agent",
+    }
+)
+"""Options that obstore takes elsewhere; given with those of a bucket they make it panic."""
 
 _AZURE = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 _ENDPOINTS = {
@@ -79,6 +107,7 @@ class Clients:
         slowest_bytes_s: int,
     ) -> None:
         _refuse_odd(url)
+        _refuse_of_connections(url, config)
         scheme = url.partition("://")[0].lower().replace("s3a", "s3")
         is_s3 = self.is_s3 = scheme == "s3"
         self.is_azure = _ENDPOINTS.get(scheme) is _AZURE
@@ -115,7 +144,10 @@ class Clients:
         self._s3_options: Callable[[], Mapping[str, Any]] = lambda: options
         try:
             self.get("read")
-        except Exception as error:  # noqa: BLE001 - of a library: whatever it is, there is no client
+        except BaseException as error:
+            # A panic of the library is none of Exception, and its type cannot be imported.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise UsageError(
                 f"No client can be made for {url}: {type(error).__name__}.",
                 hint="Look at the address, and at the options that were given with it.",
@@ -153,6 +185,18 @@ def _refuse_odd(url: str) -> None:
             hint=f"Write {parts.scheme}://{parts.netloc}/{plain}".rstrip("/") + ".",
             path=url,
         )
+
+
+def _refuse_of_connections(url: str, config: Mapping[str, Any]) -> None:
+    for name in config:
+        if _PREFIX.sub("", str(name).lower()) in _OF_CONNECTIONS:
+            raise UsageError(
+                f"{name!r} is no option of a bucket, but of the connections to it.",
+                hint="Leave it out: http is allowed where the endpoint begins with http://, and "
+                "times follow from silent_timeout_s and slowest_bytes_s.",
+                path=url,
+                option=name,
+            )
 
 
 def _defaults_of_s3(config: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
