@@ -7,6 +7,10 @@ full, while the others compress. What is held beside the state is two frames for
 that wait, and a stored block for each thread: nothing is compressed in place, for the state in
 memory is what the next save is compared with.
 
+A frame is copied on its way, and the stored block that it lands in has a checksum of its own. So
+the copy is compared with what was compressed once that checksum is taken: a bit that flips in
+memory in between would otherwise be taken for what was meant.
+
 A file that does not become smaller is not compressed: what was written is the file as it is.
 """
 
@@ -38,7 +42,32 @@ _ZEROS = memoryview(bytes(PAGE_BYTES))
 _TURN_S = 600.0
 """How long a frame waits for the one before: another thread compresses that, in milliseconds."""
 
-_Pieces = Sequence[bytes] | Sequence[memoryview]
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A piece of a frame.
+
+    Attributes:
+        data: Its bytes.
+        before: CRC32C of what is before it in the frame.
+        crc: The same with it.
+        is_lent: Whether it lies in memory of the caller, who stays until it has moved.
+    """
+
+    data: memoryview
+    before: int
+    crc: int
+    is_lent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    """Where in a stored block a piece of a frame lies, and its checksums as in :class:`_Piece`."""
+
+    start: int
+    stop: int
+    before: int
+    crc: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +155,9 @@ class FrameStream:
         self._crcs = [0] * num_blocks  # the stored file has no more blocks than the plain one
         self._state = threading.Condition()
         self._next = 0
-        self._early: dict[int, _Pieces] = {}
-        self._moving: deque[memoryview] = deque()
+        self._early: dict[int, list[_Piece]] = {}
+        self._moving: deque[_Piece] = deque()
+        self._landed: list[_Landed] = []
         self._pages: memoryview | None = None
         self._free: list[memoryview] = []
         self._filled = 0
@@ -150,21 +180,22 @@ class FrameStream:
         chunks = compress(data, method=self._packing.method, item_bytes=item_bytes)
         if chunks is None or padded(sum(map(len, chunks))) >= padded(len(data)):
             starts = range(0, len(data), CHUNK_BYTES)
-            frame: _Pieces = [data[at : at + CHUNK_BYTES] for at in starts]
+            frame, is_lent = [data[at : at + CHUNK_BYTES] for at in starts], True
         else:
-            frame = chunks
-        length = sum(map(len, frame))
+            frame, is_lent = [memoryview(chunk) for chunk in chunks], False
         self._cost.add(plain_bytes=len(data), compress_s=time.perf_counter() - started_s)
-        crc = 0
+        crc, pieces = 0, []
         for piece in frame:
-            crc = crc32c(piece, crc)
-        self._frame_crcs[block], self._lengths[block] = crc, length
-        self._bring(block, frame)
+            before, crc = crc, crc32c(piece, crc)
+            pieces.append(_Piece(piece, before, crc, is_lent))
+        self._frame_crcs[block], self._lengths[block] = crc, sum(map(len, frame))
+        self._bring(block, pieces)
 
     def close(self) -> None:
         """Write what is left, and make the file durable, after the last block was taken."""
         if self._pages is not None and self._filled:
-            self._write(self._stored_bytes - self._filled, self._pages[: self._filled])
+            last = self._pages[: self._filled]
+            self._write(self._stored_bytes - self._filled, last, self._landed)
         self._pages = None
         self._free.clear()
         if self._stored_bytes == self._size_bytes:
@@ -190,14 +221,12 @@ class FrameStream:
         is_plain = self._stored_bytes == self._size_bytes
         return FileEntry(path, self._stored_bytes, crcs, frames=None if is_plain else frames)
 
-    def _bring(self, block: int, frame: _Pieces) -> None:
+    def _bring(self, block: int, frame: list[_Piece]) -> None:
         """Leave a frame, and move on all whose turn it is by now."""
         with self._state:
             self._early[block] = frame
-            # What is stored as it is lies in memory of the caller, who stays until it has moved.
-            is_lent = isinstance(frame[0], memoryview)
             may_go = self._state.wait_for(
-                lambda: self._may_go(block, is_lent=is_lent) or self._is_stopped, _TURN_S
+                lambda: self._may_go(block, is_lent=frame[0].is_lent) or self._is_stopped, _TURN_S
             )
             if self._is_stopped:
                 raise StorageError(f"Writing {self._key} was given up.", operation="write")
@@ -223,8 +252,9 @@ class FrameStream:
                 return False
             assert self._pages is not None
             full, self._pages, self._filled = self._pages, None, 0
+            landed, self._landed = self._landed, []
             offset = self._stored_bytes - BLOCK_BYTES
-        self._write(offset, full)
+        self._write(offset, full, landed)
         with self._state:
             self._free.append(full)
         return True
@@ -234,8 +264,9 @@ class FrameStream:
         frame = self._early.pop(self._next, None)
         if frame is None:
             return False
-        gap_bytes = padded(self._stored_bytes) - self._stored_bytes
-        self._moving.extend([_ZEROS[:gap_bytes], *(memoryview(piece) for piece in frame)])
+        gap = _ZEROS[: padded(self._stored_bytes) - self._stored_bytes]
+        self._moving.append(_Piece(gap, 0, crc32c(gap)))
+        self._moving.extend(frame)
         self._next += 1
         self._state.notify_all()
         return True
@@ -244,15 +275,27 @@ class FrameStream:
         piece = self._moving.popleft()
         if self._pages is None:
             self._pages = self._free.pop() if self._free else memoryview(page_memory(BLOCK_BYTES))
-        count = min(len(piece), BLOCK_BYTES - self._filled)
-        self._pages[self._filled : self._filled + count] = piece[:count]
-        self._filled += count
+        count = min(len(piece.data), BLOCK_BYTES - self._filled)
+        start, stop = self._filled, self._filled + count
+        self._pages[start:stop] = piece.data[:count]
+        self._filled = stop
         self._stored_bytes += count
-        if count < len(piece):
-            self._moving.appendleft(piece[count:])
+        crc = piece.crc
+        if count < len(piece.data):
+            crc = crc32c(self._pages[start:stop], piece.before)
+            self._moving.appendleft(_Piece(piece.data[count:], crc, piece.crc, piece.is_lent))
+        self._landed.append(_Landed(start, stop, piece.before, crc))
 
-    def _write(self, offset: int, data: memoryview) -> None:
+    def _write(self, offset: int, data: memoryview, landed: Sequence[_Landed]) -> None:
         self._crcs[offset // BLOCK_BYTES] = crc32c(data)
+        if any(crc32c(data[at.start : at.stop], at.before) != at.crc for at in landed):
+            raise StorageError(
+                f"What was compressed of {self._key} changed in memory before it was written.",
+                safe="Nothing of it counts; earlier checkpoints are intact.",
+                hint="Look at the memory of this machine: its bits flip.",
+                operation="write",
+                path=self._key,
+            )
         started_s = time.perf_counter()
         self._writer.write_at(offset, data)
         self._cost.add(put_s=time.perf_counter() - started_s)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from milepost import errors
 from milepost.engine.framing import FrameCost, FrameStream, Packing
-from milepost.errors import DamagedError, FormatError
+from milepost.errors import DamagedError, FormatError, StorageError
 from milepost.format.digest import BLOCK_BYTES, block_count, crc32c
 from milepost.format.frames import Frames
 from milepost.format.manifest import FileEntry
@@ -107,6 +107,24 @@ def test_one_bad_answer_is_asked_for_again(tmp_path):
             return Once(store.open_reader(key))
 
     assert read(Altering(), entry) == PLAIN
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("at", [5, BLOCK_BYTES - 1, BLOCK_BYTES, -1], ids=str)
+def test_a_bit_that_flips_before_a_block_is_written_fails_the_save(monkeypatch, order, at):
+    """The checksum of the stored block would call it right, and no reader could load it."""
+    plain, copy = PLAIN[: BLOCK_BYTES + 5_000_000], FrameStream._write
+    stored_bytes = write(MemoryStore(), plain=plain).size_bytes
+    position = at % stored_bytes
+
+    def flip_and_write(self, offset, data, *landed):
+        if offset <= position < offset + len(data):
+            data[position - offset] ^= 8
+        copy(self, offset, data, *landed)
+
+    monkeypatch.setattr(FrameStream, "_write", flip_and_write)
+    with pytest.raises(StorageError, match="a changed in memory"):
+        write(MemoryStore(), plain=plain, order=order)
 
 
 FRAME = b"".join(compress(memoryview(PLAIN)[: CHUNK_BYTES + 70_001], method="zstd", item_bytes=4))
