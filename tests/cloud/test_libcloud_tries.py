@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -95,6 +96,28 @@ def test_what_passes_is_not_noticed(proxy: FaultProxy, rule: Rule) -> None:
         if name in ("put", "put_new", "copy"):
             expected["new"] = SMALL
         assert found == expected, name
+
+
+def test_a_range_that_comes_in_part_is_asked_for_again(proxy: FaultProxy) -> None:
+    """It says nothing of the object, which has those bytes: not even if it goes on like that."""
+
+    def shorten(request: Any, forward: Any) -> Any:
+        answer = forward(request)
+        return replace(answer, body=answer.body[:3])
+
+    def is_range(request: Any) -> bool:
+        return request.method == "GET" and "range" in map(str.lower, request.headers)
+
+    store = store_at(proxy)
+    reader = store.open_reader("old")
+    proxy.rule = first(2, shorten, only=is_range)
+    buffer = bytearray(7)
+    reader.read_into(2, memoryview(buffer))
+    assert bytes(buffer) == SMALL[2:9]
+    proxy.rule = first(None, shorten, only=is_range)
+    with pytest.raises(mp.StorageError, match="3 of 7 bytes came") as caught:
+        reader.read_into(2, memoryview(buffer))
+    assert caught.value.facts["tries"] == 4
 
 
 @pytest.mark.parametrize(
