@@ -109,8 +109,8 @@ def compress(data: memoryview, *, method: Method, item_bytes: int) -> list[bytes
     """Return the chunks of a frame, which may be longer than the block.
 
     What comes out is decompressed and compared at once: a codec that errs would show it only when
-    the bytes are needed, and in every checkpoint. ``None``: it erred, or the first quarter does not
-    become smaller; store the block as it is.
+    the bytes are needed, and in every checkpoint. ``None``: it erred or refused, or
+    the first quarter does not become smaller; store the block as it is.
 
     Args:
         data: The block.
@@ -126,18 +126,22 @@ def compress(data: memoryview, *, method: Method, item_bytes: int) -> list[bytes
     chunks = []
     for start in range(0, len(data), CHUNK_BYTES):
         plain = data[start : start + CHUNK_BYTES]
-        chunk = library.compress2(
-            plain,
-            codec=codec,
-            clevel=1,
-            typesize=item_bytes,
-            filters=[shuffle],
-            filters_meta=[0],
-            splitmode=blosc2.SplitMode.NEVER_SPLIT,  # one stream a block is as small, and faster
-            # Whole elements: of others Blosc2 4.14 makes what it cannot read. 0: its own choice.
-            blocksize=min(_BLOCK_BYTES, len(plain) // _MAX_ITEM_BYTES * _MAX_ITEM_BYTES),
-            nthreads=1,
-        )
+        try:
+            chunk = library.compress2(
+                plain,
+                codec=codec,
+                clevel=1,
+                typesize=item_bytes,
+                filters=[shuffle],
+                filters_meta=[0],
+                splitmode=blosc2.SplitMode.NEVER_SPLIT,  # as small, and faster
+                # Whole elements: of others Blosc2 4.14 makes what it cannot read. 0: its choice.
+                blocksize=min(_BLOCK_BYTES, len(plain) // _MAX_ITEM_BYTES * _MAX_ITEM_BYTES),
+                nthreads=1,
+            )
+        except (ValueError, RuntimeError) as error:
+            _log.error("Blosc2 cannot compress a block, which is stored as it is: %s", error)
+            return None
         if not _comes_back(chunk, plain):
             _log.error("Blosc2 cannot read what it wrote; a block is stored as it is.")
             return None

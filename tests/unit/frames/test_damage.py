@@ -172,6 +172,24 @@ def test_blocks_of_any_size_come_back(method, item_bytes):
         assert memory == PLAIN[:size]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_what_the_library_refuses_is_stored_as_it_is(monkeypatch, caplog, error):
+    """A save must not fail for what it can do without."""
+    from milepost.frames import codec
+
+    class Refusing:
+        """Compresses nothing."""
+
+        def compress2(self, data, **how):
+            raise error("Could not compress the data")
+
+    monkeypatch.setattr(codec, "load_codec", lambda what: Refusing())
+    store = MemoryStore()
+    assert write(store).frames is None
+    assert store.get("a") == PLAIN
+    assert "Could not compress" in caplog.text
+
+
 def test_what_the_library_cannot_read_again_is_stored_as_it_is(monkeypatch, caplog):
     """It would be found out when the checkpoint is needed."""
     from milepost.frames import codec
