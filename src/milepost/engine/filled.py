@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ..errors import CheckpointError, DeadlineError
 
-__all__ = ["Filled", "NotWantedError"]
+__all__ = ["Filled"]
 
 _SLICE_S = 1.0
 """How often who waits looks whether there still is a thread that fills."""
@@ -22,7 +22,7 @@ _STALLED_S = 600.0
 """How long one waits while not a single piece is copied."""
 
 
-class NotWantedError(Exception):
+class _NotWantedError(Exception):
     """Leads the thread that fills out of what it is at, for ``Filled.stop``."""
 
 
@@ -120,6 +120,31 @@ class Filled:
         if self._error is not None:
             raise self._error
 
+    def _fill_here(self, fill: Callable[[], None]) -> None:
+        """Have the calling thread fill the memory. Does nothing if the save has failed already.
+
+        Args:
+            fill: Fills all of it, and says how far it has come. If the save fails meanwhile, this
+                returns, and who waits for the save is told.
+
+        Raises:
+            BaseException: What went wrong; whoever waits for the memory gets it too.
+        """
+        self._thread = threading.current_thread()  # first: an interrupt may come at any moment
+        if not self._begins.acquire(blocking=False):
+            return
+        started_s = time.perf_counter()
+        try:
+            fill()
+        except _NotWantedError:
+            self._end(self._stopped)
+        except BaseException as error:
+            self._end(error)
+            raise
+        else:
+            self.copy_s = time.perf_counter() - started_s
+            self._end(None)
+
     def _reach(self, stop_bytes: int) -> None:
         with self._changed:
             self._reached_bytes = stop_bytes
@@ -128,7 +153,7 @@ class Filled:
 
     def _require_wanted(self) -> None:
         if self._stopped is not None:
-            raise NotWantedError
+            raise _NotWantedError
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -27,7 +26,7 @@ from torch import Tensor
 from ..format.digest import BLOCK_BYTES
 from ..tensors.memory import host_bytes
 from .arena import Arena
-from .filled import Filled, NotWantedError
+from .filled import Filled
 from .pinned import side_streams
 from .plan import PartPlan
 from .workers import Workers
@@ -135,25 +134,16 @@ class Filling(Filled):
         Raises:
             BaseException: What went wrong with the copy; whoever waits for it gets it too.
         """
-        self._thread = threading.current_thread()  # first: an interrupt may come at any moment
-        if not self._begins.acquire(blocking=False):
-            return  # the save has failed before it began
-        started_s = time.perf_counter()
-        try:
+
+        def copy() -> None:
             with torch.no_grad(), side_streams(self._cuda):
                 if is_awaited:
                     self._copy_in_order()
                 else:
                     self._copy_together()
-        except NotWantedError:
-            self._end(self._stopped)
-            return
-        except BaseException as error:
-            self._end(error)
-            raise
-        self.copy_s = time.perf_counter() - started_s
+
+        self._fill_here(copy)
         self._fills = ()
-        self._end(None)
 
     def _copy_in_order(self) -> None:
         self._require_wanted()

@@ -22,8 +22,6 @@ ring:
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -37,7 +35,7 @@ from ..format.manifest import FileEntry
 from ..state.batch_in_hand import version_of
 from ..tensors.pack import PackedItem
 from .arena import Arena
-from .filled import Filled, NotWantedError
+from .filled import Filled
 from .filling import blocks_of, bytes_of, copy_bytes, is_plain, synchronize
 from .pinned import cuda_devices, side_streams
 from .plan import PartPlan, Plan
@@ -135,30 +133,20 @@ class Stream(Filled):
             BaseException: What went wrong with the copy; whoever waits for it gets it too.
         """
         assert is_awaited
-        self._thread = threading.current_thread()  # first: an interrupt may come at any moment
-        if not self._begins.acquire(blocking=False):
-            return  # the save has failed before it began
-        started_s = time.perf_counter()
-        try:
-            self._wait_until_chosen()
-            with torch.no_grad(), side_streams(self._cuda):
-                for part in self._parts:
-                    if part.plan.file not in self._wanted:
-                        continue
-                    for index, block in enumerate(part.blocks):
-                        number = part.first + index
-                        self._take_slot(number)
-                        assemble(self._arena, part, block, self._place(number))
-                        self._reach(number + 1)
-        except NotWantedError:
-            self._end(self._stopped)
-            return
-        except BaseException as error:
-            self._end(error)
-            raise
-        self.copy_s = time.perf_counter() - started_s
+        self._fill_here(self._copy)
         self._parts = ()
-        self._end(None)
+
+    def _copy(self) -> None:
+        self._wait_until_chosen()
+        with torch.no_grad(), side_streams(self._cuda):
+            for part in self._parts:
+                if part.plan.file not in self._wanted:
+                    continue
+                for index, block in enumerate(part.blocks):
+                    number = part.first + index
+                    self._take_slot(number)
+                    assemble(self._arena, part, block, self._place(number))
+                    self._reach(number + 1)
 
     def job(self, key: str, plan: PartPlan) -> SizedJob:
         """Return the job of writing a part, which is streamed then.
