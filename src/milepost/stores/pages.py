@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -11,13 +12,16 @@ __all__ = ["HUGE_PAGE_BYTES", "advise", "ask_for_huge_pages", "page_memory"]
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_HUGEPAGE = 14
+_MADV_WIPEONFORK = 18  # Linux 4.14
 
 
 def page_memory(num_bytes: int) -> mmap.mmap:
     """Return private, page-aligned memory, readable up to the next page border.
 
-    A forked child (the worker of a loader) does not get it: direct I/O into pages that a fork
-    shares may end in the wrong copy, and the parent would have to copy every page once more.
+    A forked child (the worker of a loader) has zeros there: direct I/O into pages that a fork
+    shares may end in the wrong copy, and the parent would have to copy every page once more. To
+    leave the memory out of the child altogether would be wrong: something else could come to lie
+    there, and be unmapped when the child lets go of what it knows of its parent's memory.
 
     What is large comes in huge pages where the system grants them. A request to a disk names its
     memory piece by piece, and a device takes only so many pieces at a time: of small pages a block
@@ -29,7 +33,8 @@ def page_memory(num_bytes: int) -> mmap.mmap:
     """
     size = max(num_bytes, 1)
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    advise(mapping, getattr(mmap, "MADV_DONTFORK", None))
+    if sys.platform == "linux":
+        advise(mapping, _MADV_WIPEONFORK)
     if size >= HUGE_PAGE_BYTES:
         advise(mapping, getattr(mmap, "MADV_HUGEPAGE", None))
     return mapping
