@@ -230,7 +230,9 @@ class BlockReads:
             num_together = self._num_asked_together(sum(map(len, found.values())))
             for path, blocks in found.items():
                 if path in self._firsts and blocks[0].number == 0:
-                    self._workers.put(partial(self._take, blocks.pop(0), self._firsts.pop(path)))
+                    first = self._firsts.pop(path)
+                    self._workers.put(partial(self._take, blocks.pop(0), first))
+                    num_bytes += len(first)
                 entry = self._manifest.file(path)
                 file = _File(self._store, self._key(path), entry, num_blocks=len(blocks))
                 files.append(file)
