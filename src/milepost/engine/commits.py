@@ -46,7 +46,15 @@ from .single import check_plain, encode_single
 from .stage import StagedPart
 from .streaming import Stream
 from .together import Share, agree
-from .write import NUM_THREADS, FileJob, WriteCost, copied_job, file_job, write_files
+from .write import (
+    NUM_THREADS,
+    NUM_THREADS_AWAITED,
+    FileJob,
+    WriteCost,
+    copied_job,
+    file_job,
+    write_files,
+)
 
 __all__ = ["Committer", "SaveRequest", "Work"]
 
@@ -477,7 +485,15 @@ class Committer:
         packings: Mapping[str, Packing] | None = None,
     ) -> list[FileEntry]:
         cost, started_s = WriteCost(), time.perf_counter()
-        entries = write_files(self.store, jobs, cost=cost, packings=packings)
+        # A service has threads of its own, and compressing keeps the cores busy with two.
+        is_alone = work.is_copied_here and self.store.traits.is_local and not packings
+        entries = write_files(
+            self.store,
+            jobs,
+            num_threads=NUM_THREADS_AWAITED if is_alone else NUM_THREADS,
+            cost=cost,
+            packings=packings,
+        )
         self._choice.note(
             plain_bytes=sum(entry.plain.size_bytes for entry in entries),
             stored_bytes=sum(entry.size_bytes for entry in entries),

@@ -19,6 +19,8 @@ from .framing import FrameCost, FrameStream, Packing
 from .workers import Workers
 
 __all__ = [
+    "NUM_THREADS",
+    "NUM_THREADS_AWAITED",
     "FileJob",
     "Job",
     "LendingBlocks",
@@ -30,6 +32,10 @@ __all__ = [
 ]
 
 NUM_THREADS = 2
+"""How many threads write while the training goes on: enough to keep a disk busy nearly always."""
+
+NUM_THREADS_AWAITED = 4
+"""And how many while it waits: the disk has work from others while some of them checksum."""
 
 
 class Job(Protocol):
