@@ -31,14 +31,17 @@ from ..format.manifest import FileEntry, Manifest
 from ..frames.reader import open_plain
 from ..stores.base import CachedReader, LendingReader, Reader, Store, StreamingReader
 from ..stores.pages import page_memory
-from .checks import check_size, name_tensors, read_again, read_block
+from .checks import check_size, name_tensors, read_again, require_block
 from .ranges import Batch, Range
-from .workers import Workers
+from .workers import Workers, num_cores
 
 __all__ = ["BlockReads", "Progress"]
 
-NUM_THREADS = 4
-"""How many threads read files: while some of them check and copy, the disk has work from others."""
+NUM_THREADS = 8
+"""How many threads read from a disk: while some check and copy, it has work from others."""
+
+NUM_THREADS_CACHED = 4
+"""And how many from the page cache, where nobody waits for a disk."""
 
 NUM_REQUESTS = 8
 """How many requests to a service are on their way. One connection takes 50 to 100 MB/s."""
@@ -52,8 +55,8 @@ _STREAMED_BLOCKS, _STREAMS_EACH = 8, 2
 each of those on their way is for at least. A request costs a service as much as many blocks do, and
 some read ahead for it what then nobody asks for; but the last of them must not come alone."""
 
-_HOT_BYTES = 512 * 1024
-"""How much is copied before it is checked: then it still is in the cache of the core."""
+_HOT_BYTES = 1024 * 1024
+"""How much is copied before it is checked: then it still is in a cache of the core."""
 
 _STRAIGHT_BYTES = 256 * 1024
 """From how many bytes on they are copied from the page cache into place, and less beside it."""
@@ -215,6 +218,7 @@ class BlockReads:
         self._is_inference = torch.is_inference_mode_enabled()
         is_local = store.traits.is_local
         num_threads = NUM_THREADS if is_local else NUM_REQUESTS
+        self._at_work = threading.BoundedSemaphore(num_cores())
         self._num_together = 1 if is_local else max(1, fetching.chunk_bytes // BLOCK_BYTES)
         if not (is_local or store.traits.streams):
             at_once = _IN_FLIGHT_BYTES // (BLOCK_BYTES * self._num_together)
@@ -241,7 +245,8 @@ class BlockReads:
                 num_bytes += sum(file.length_of(block.number) for block in blocks)
             self._look_at(files)
             if self._store.traits.is_local:
-                self._workers.run(self._work)
+                is_cached = _is_cached(files)
+                self._workers.run(self._work, at_most=NUM_THREADS_CACHED if is_cached else None)
             else:
                 with self._fetching.shown(self._manifest.name, num_bytes) as came:
                     self._listeners.append(came)
@@ -311,16 +316,17 @@ class BlockReads:
                 elif file.cached is not None and file.cached.is_cached(block.start, len(data)):
                     self._copy_cached(file, file.cached, block, data)
                 else:
-                    read_block(
-                        reader,
-                        file.entry,
-                        block.number,
-                        data,
-                        where=file.where,
-                        tensors=block.tensors,
-                    )
-                    self._fill(block, data, block.parts)
+                    self._copy_read(file, reader, block, data)
                 self._tell(len(data))
+
+    def _copy_read(self, file: _File, reader: Reader, block: _Block, data: memoryview) -> None:
+        """Read a block past the page cache into ``data``, check it, and copy it into place."""
+        reader.read_into(block.start, data)
+        with self._at_work:  # more than there are cores would only take the caches from each other
+            require_block(
+                reader, file.entry, block.number, data, where=file.where, tensors=block.tensors
+            )
+            self._fill(block, data, block.parts)
 
     def _tell(self, num_bytes: int) -> None:
         for listener in self._listeners:
@@ -390,6 +396,15 @@ class BlockReads:
             read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)
             rest = block.parts
         self._fill(block, data, rest)
+
+
+def _is_cached(files: Sequence[_File]) -> bool:
+    """Return whether files seem to be in the page cache, by a block from the middle of one."""
+    largest = max(files, key=lambda file: file.entry.size_bytes, default=None)
+    if largest is None or largest.cached is None:
+        return False
+    block = largest.entry.size_bytes // 2 // BLOCK_BYTES
+    return largest.cached.is_cached(block * BLOCK_BYTES, largest.length_of(block))
 
 
 def _in_place(block: _Block, data: memoryview) -> tuple[list[memoryview], list[Range | Batch]]:

@@ -14,7 +14,14 @@ from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.manifest import FileEntry
 from ..stores.base import Reader
 
-__all__ = ["check_block", "check_size", "name_tensors", "read_again", "read_block"]
+__all__ = [
+    "check_block",
+    "check_size",
+    "name_tensors",
+    "read_again",
+    "read_block",
+    "require_block",
+]
 
 _NAMED = 8
 _log = logging.getLogger("milepost")
@@ -86,6 +93,22 @@ def read_block(
         DamagedError: Both times it did not match its checksum.
     """
     reader.read_into(block * BLOCK_BYTES, data)
+    require_block(reader, entry, block, data, where=where, tensors=tensors)
+
+
+def require_block(
+    reader: Reader,
+    entry: FileEntry,
+    block: int,
+    data: memoryview,
+    *,
+    where: str,
+    tensors: Sequence[str] = (),
+) -> None:
+    """Check a block that was read, and read it once more if it is not what was written.
+
+    See :func:`read_block`.
+    """
     if crc32c(data) != entry.crcs[block]:
         read_again(reader, entry, block, data, where=where, tensors=tensors)
 

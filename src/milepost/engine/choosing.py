@@ -14,7 +14,6 @@ they would have without are the end of it for a while.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 
 from ..format.digest import crc32c
 from ..frames.codec import METHODS, Method, compress, has_codec
+from .workers import num_cores
 
 __all__ = ["Choice", "Sample", "Trial"]
 
@@ -69,7 +69,7 @@ class Choice:
     ) -> None:
         self._fixed = next((one for one in METHODS if one == wanted), None)
         self._is_auto = wanted == "auto"
-        self._num_threads = min(num_threads, len(os.sched_getaffinity(0)))
+        self._num_threads = min(num_threads, num_cores())
         self._clock = clock
         self._rates: deque[float] = deque(maxlen=3)
         self._trials: Mapping[Method, Trial] = {}

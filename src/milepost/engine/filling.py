@@ -12,7 +12,6 @@ they are ready wait for each other once, at the end.
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from .arena import Arena
 from .filled import Filled
 from .pinned import side_streams
 from .plan import PartPlan
-from .workers import Workers
+from .workers import Workers, num_cores
 
 __all__ = ["Block", "Filling", "PartFill", "blocks_of", "copy_bytes", "is_plain", "synchronize"]
 
@@ -160,7 +159,7 @@ class Filling(Filled):
     def _copy_together(self) -> None:
         plain = [_plain_ones(fill) for fill in self._fills]
         pieces = [piece for one in zip(self._fills, plain, strict=True) for piece in _pieces(*one)]
-        is_shared = sum(map(len, pieces)) >= _SHARED_BYTES and _num_cores() > 1
+        is_shared = sum(map(len, pieces)) >= _SHARED_BYTES and num_cores() > 1
         workers = Workers[_Piece]("milepost-copy", num_threads=2 if is_shared else 1)
         for piece in pieces:
             workers.put(piece)
@@ -318,8 +317,3 @@ def synchronize(tensors: Sequence[Tensor]) -> None:
             torch.cuda.current_stream(device).synchronize()  # ours; see ``pinned.py``
         elif device.type != "cpu":
             getattr(torch, device.type).synchronize(device)
-
-
-def _num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -21,7 +21,7 @@ from ..collecting import no_collecting
 from ..errors import FormatError, MissingError
 from ..fetching import Fetching
 from ..format import canonical
-from ..format.digest import BLOCK_BYTES, crc32c
+from ..format.digest import BLOCK_BYTES
 from ..format.header import StoredTensor, parse_header, parse_header_length
 from ..format.layout import INDEX, rank_index
 from ..format.manifest import FileEntry, Manifest, check_version
@@ -32,7 +32,7 @@ from ..stores.pages import page_memory
 from ..tensors.boxes import Box
 from ..tensors.flat import Run, pieces_of
 from .blocks import BlockReads, Progress
-from .checks import check_size, read_again, read_block
+from .checks import check_size, read_block, require_block
 from .parts import PartTable
 from .pieces import Cut, StoredWhole, cuts, read_rows
 from .ranges import Batch, Range, batches_of, is_small_whole, ranges_of
@@ -371,8 +371,7 @@ def _read_checked(reader: Reader, entry: FileEntry, block: int, where: str) -> m
     data = memoryview(page_memory(length))[:length]
     if isinstance(reader, CachedReader) and reader.is_cached(start, length):
         reader.copy_into(start, data)
-        if crc32c(data) != entry.crcs[block]:
-            read_again(reader, entry, block, data, where=where)
+        require_block(reader, entry, block, data, where=where)
     else:
         read_block(reader, entry, block, data, where=where)
     return data

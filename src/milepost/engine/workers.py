@@ -10,13 +10,14 @@ does when it is interrupted: they will touch nothing when that answers.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "num_cores"]
 
 _STILL_S = 60.0
 """How long an interrupted caller waits for those who are at it: at most a block each."""
@@ -24,6 +25,11 @@ _STILL_S = 60.0
 _log = logging.getLogger("milepost")
 
 Piece = TypeVar("Piece")
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 class _Touching(AbstractContextManager[None]):
@@ -70,18 +76,19 @@ class Workers(Generic[Piece]):
         """Add a piece of work, before they begin."""
         self._queue.put(piece)
 
-    def run(self, work: Callable[[Iterator[Piece]], None]) -> None:
+    def run(self, work: Callable[[Iterator[Piece]], None], *, at_most: int | None = None) -> None:
         """Do all pieces.
 
         Args:
             work: Called in each thread with the pieces that are this thread's.
+            at_most: How many threads to use this time, if not all.
 
         Raises:
             BaseException: The first error of any thread, or an interrupt of the caller.
         """
         helpers = [
             threading.Thread(target=self._work, args=(work,), name=f"{self._name}-{n}")
-            for n in range(1, min(self._num_threads, self._queue.qsize()))
+            for n in range(1, min(at_most or self._num_threads, self._queue.qsize()))
         ]
         try:
             for helper in helpers:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import threading
+import time
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,8 @@ import pytest
 import torch
 
 from milepost.checkpoint import Checkpoint
+from milepost.engine import blocks
+from milepost.engine.checks import require_block
 from milepost.errors import DamagedError
 from milepost.fetching import Fetching
 from milepost.format.digest import BLOCK_BYTES
@@ -147,7 +152,7 @@ def test_what_is_cached_is_copied_straight_into_place(new_lab, tmp_path, state):
     assert {name for name, _, _ in calls} == {"copy_into"}
     size = (tmp_path / FILE).stat().st_size
     assert sum(length for _, _, length in calls) == size - BLOCK_BYTES  # one came with the header
-    assert max(length for _, _, length in calls) <= 512 * 1024
+    assert max(length for _, _, length in calls) <= 1024 * 1024
     assert len({offset for _, offset, _ in calls}) == len(calls)
 
 
@@ -163,11 +168,66 @@ def test_what_is_not_cached_is_read_past_the_cache(new_lab, tmp_path, state):
         pytest.skip("this file system does not let go of what it has cached")
     calls = read(store, into)
     assert same(into, state)
-    blocks = {offset // BLOCK_BYTES for name, offset, _ in calls if name == "read_into"}
-    assert blocks >= set(range(1, last))  # the first came with the header
+    found = {offset // BLOCK_BYTES for name, offset, _ in calls if name == "read_into"}
+    assert found >= set(range(1, last))  # the first came with the header
     again = [reader.is_cached(n * BLOCK_BYTES, BLOCK_BYTES // 2) for n in range(last)]
     reader.close()
     assert not any(again)
+
+
+def test_a_disk_has_requests_for_more_blocks_than_are_checked_at_a_time(
+    new_lab, tmp_path, state, monkeypatch
+):
+    """It is not idle while blocks are checked; and cores do not take their caches from each other.
+
+    Every thread is held in its first request until all of them have one.
+    """
+    new_lab(LocalStore(tmp_path)).save("a", {"model": state})
+    monkeypatch.setattr(LocalReader, "is_cached", lambda *_: False)
+    monkeypatch.setattr(blocks, "num_cores", lambda: 1)
+    together = threading.Barrier(NUM_BLOCKS - 1)  # one came with the header
+    at_work: list[int] = []
+    most: list[int] = []
+
+    class Held(LocalSpy):
+        def read_into(self, offset: int, buffer: memoryview) -> None:
+            together.wait(timeout=30)
+            super().read_into(offset, buffer)
+
+    def require(*args: Any, **named: Any) -> None:
+        at_work.append(1)
+        most.append(len(at_work))
+        time.sleep(0.01)  # others would come in, if they could
+        at_work.pop()
+        require_block(*args, **named)
+
+    store, into = SpyStore(LocalStore(tmp_path)), empty(state)
+    source = Checkpoint(store, "a").source()
+    source.tensors("model")
+    monkeypatch.setattr(sys.modules[__name__], "LocalSpy", Held)
+    monkeypatch.setattr(blocks, "require_block", require)
+    source.read([("model", key, live) for key, live in into.items()])
+    assert same(into, state)
+    assert most == [1] * (NUM_BLOCKS - 1)
+
+
+def test_what_is_cached_takes_fewer_threads(new_lab, tmp_path, state, monkeypatch):
+    """Nobody waits for a disk there, and more threads would only wait for each other."""
+    new_lab(LocalStore(tmp_path)).save("a", {"model": state})
+    monkeypatch.setattr(blocks, "NUM_THREADS_CACHED", 1)
+    callers = set()
+    fill = LocalReader.copy_into
+
+    def copy_into(self: LocalReader, offset: int, buffer: memoryview) -> None:
+        callers.add(threading.current_thread())
+        fill(self, offset, buffer)
+
+    monkeypatch.setattr(LocalReader, "copy_into", copy_into)
+    warm(tmp_path / FILE)
+    store, into = SpyStore(LocalStore(tmp_path)), empty(state)
+    read(store, into)
+    assert same(into, state)
+    assert callers == {threading.current_thread()}
 
 
 def test_parts_of_the_same_bytes_go_to_each_of_their_places(new_lab, tmp_path, state):
