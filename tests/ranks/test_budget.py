@@ -31,11 +31,11 @@ PROGRAM = """
             )
             original, calls = getattr(module, name), []
 
-            def broken(*given):
+            def broken(*given, **named):
                 calls.append(None)
                 if len(calls) == 4:
                     raise ValueError("a broken tensor")
-                original(*given)
+                original(*given, **named)
 
             if rank == 1:
                 setattr(module, name, broken)

@@ -20,6 +20,7 @@ import milepost as mp
 from milepost.collecting import no_collecting
 from milepost.engine import barrier, commits, filled
 from milepost.engine.copying import Copy, LateTensor
+from milepost.engine.sums import Sums
 
 SIZE = 256  # 256 KiB a matrix
 
@@ -181,7 +182,8 @@ def new_copy() -> Copy:
     place = torch.zeros(100_000, dtype=torch.uint8).numpy()
     live = torch.ones(100_000, dtype=torch.uint8)
     one = LateTensor.of("w", live, place=place, start_bytes=0, check="sample", shift=0)
-    return Copy([one], end_bytes=place.nbytes)
+    sums = Sums([(0, place.nbytes)], lambda start, stop: place.data[start:stop])
+    return Copy([one], end_bytes=place.nbytes, sums=sums)
 
 
 def test_who_waits_for_a_copy_is_told_that_it_goes_on_no_more(

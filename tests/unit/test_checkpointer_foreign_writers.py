@@ -78,11 +78,13 @@ def test_what_is_moved_after_the_copy_is_found_too(tmp_path: Path) -> None:
     """What is found must not depend on which thread was faster: it would come and go."""
     tensor = torch.randn(SIZE, SIZE)
     from milepost.engine.copying import LateTensor
+    from milepost.engine.sums import Sums
     from milepost.tensors.memory import host_bytes
 
     place = host_bytes(torch.zeros(SIZE, SIZE))
     one = LateTensor.of("x", tensor, place=place, start_bytes=0, check="sample", shift=1)
-    copy = Copy([one], end_bytes=tensor.nbytes)
+    sums = Sums([(0, place.nbytes)], lambda start, stop: place.data[start:stop])
+    copy = Copy([one], end_bytes=tensor.nbytes, sums=sums)
     copy.start()
     copy.require()
     tensor.share_memory_()

@@ -131,6 +131,15 @@ class Work:
         if self.copy is not None:
             self.copy.require(None if num_bytes is None else start_bytes + num_bytes)
 
+    def sum_of(self, start_bytes: int, at: int) -> int | None:
+        """Return the checksum of a block that is in the arena, if it was taken on its way there.
+
+        Args:
+            start_bytes: Where the part begins.
+            at: Where the block begins in the part.
+        """
+        return None if self.copy is None else self.copy.sums.of(start_bytes + at)
+
     def confirm_copy(self) -> None:
         """Make sure that what was copied is the state at the moment of the save.
 
@@ -442,7 +451,8 @@ class Committer:
             else:
                 data = self._arena.view(plan.arena_start, plan.arena_stop)
                 wait = partial(work.require_copy, plan.arena_start)
-                jobs.append(copied_job(key, plan.file, data, wait=wait))
+                sum_of = partial(work.sum_of, plan.arena_start)
+                jobs.append(copied_job(key, plan.file, data, wait=wait, sum_of=sum_of))
             packings[plan.file] = self._packing(plan.tensors, plan.size_bytes)
         if work.stream is not None:
             work.stream.choose()

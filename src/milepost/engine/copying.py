@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 
 from ..errors import StateChangedError
-from ..format.digest import BLOCK_BYTES, crc32c
+from ..format.digest import crc32c
 from ..staging import CopyCheck
 from ..state.batch_in_hand import version_of
 from ..tensors.memory import host_bytes
 from .filled import Filled
 from .peek import peek
+from .sums import HOT_BYTES, Sums
 
 __all__ = ["Copy", "LateTensor"]
 
@@ -137,11 +138,14 @@ class Copy(Filled):
     Args:
         tensors: What is still to be copied, in the order of the arena; everything else is there.
         end_bytes: Where the state ends in the arena.
+        sums: Where to leave checksums.
     """
 
-    def __init__(self, tensors: Sequence[LateTensor], *, end_bytes: int) -> None:
+    def __init__(self, tensors: Sequence[LateTensor], *, end_bytes: int, sums: Sums) -> None:
         super().__init__(
-            start_bytes=tensors[0].start_bytes if tensors else end_bytes, end_bytes=end_bytes
+            start_bytes=tensors[0].start_bytes if tensors else end_bytes,
+            end_bytes=end_bytes,
+            sums=sums,
         )
         self.num_bytes = sum(one.num_bytes for one in tensors)
         self._tensors = tensors
@@ -219,11 +223,11 @@ class Copy(Filled):
             self._end(None)
 
     def _copy(self, one: LateTensor) -> None:
-        """Copy one tensor in pieces, each of which ends where a block of the arena does."""
+        """Copy one tensor in pieces, each of which ends where a block does."""
         at, size = 0, one.num_bytes
         while at < size:
-            stop = min(size, at + BLOCK_BYTES - (one.start_bytes + at) % BLOCK_BYTES)
-            if not peek(one.address + at, one.place[at:stop]) or one.is_written_to:
+            stop = min(size, self.sums.end_of_block(one.start_bytes + at) - one.start_bytes)
+            if not self._copy_piece(one, at, stop) or one.is_written_to:
                 raise _state_changed([one.name])
             at = stop
             if at < size:
@@ -231,6 +235,17 @@ class Copy(Filled):
         if _mark(one.place, one.check, one.shift) != one.mark:
             raise _state_changed([one.name])
         self._reach(one.start_bytes + size)
+
+    def _copy_piece(self, one: LateTensor, start: int, stop: int) -> bool:
+        """Copy some bytes of a tensor, and return whether there were any."""
+        if not self._is_ahead:
+            return peek(one.address + start, one.place[start:stop])
+        for at in range(start, stop, HOT_BYTES):
+            hot = min(stop, at + HOT_BYTES)
+            if not peek(one.address + at, one.place[at:hot]):
+                return False
+            self.sums.take(one.start_bytes + hot)
+        return True
 
     def _look(self) -> None:
         """Look at all counters, once, and let go of the tensors."""

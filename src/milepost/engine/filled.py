@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import CheckpointError, DeadlineError
+from .sums import Sums
 
 __all__ = ["Filled"]
 
@@ -32,8 +33,10 @@ class Filled:
     Args:
         start_bytes: Up to where it is already.
         end_bytes: Where the state ends in it.
+        sums: Where the thread that fills leaves checksums, as far as it has the time.
 
     Attributes:
+        sums: The same.
         num_bytes: Bytes that are copied after the save has returned.
         copy_s: Seconds that it took.
         waited_s: Seconds that the training waited for it.
@@ -41,12 +44,14 @@ class Filled:
 
     num_bytes = 0
 
-    def __init__(self, *, start_bytes: int, end_bytes: int) -> None:
+    def __init__(self, *, start_bytes: int, end_bytes: int, sums: Sums) -> None:
+        self.sums = sums
         self.copy_s = 0.0
         self.waited_s = 0.0
         self._end_bytes = end_bytes
         self._changed = threading.Condition()
         self._reached_bytes = start_bytes
+        self._wanted_bytes = start_bytes
         self._is_over = start_bytes >= end_bytes
         self._error: BaseException | None = None
         self._stopped: BaseException | None = None
@@ -106,6 +111,7 @@ class Filled:
             BaseException: What ended it before.
         """
         stop = self._end_bytes if stop_bytes is None else stop_bytes
+        self._want(stop)
         self._wait_for(lambda: self._is_over or self._reached_bytes >= stop, None)
         if self._error is not None:
             raise self._error
@@ -150,6 +156,15 @@ class Filled:
             self._reached_bytes = stop_bytes
             self._changed.notify_all()
         self._require_wanted()
+
+    def _want(self, stop_bytes: int) -> None:
+        with self._changed:
+            self._wanted_bytes = max(self._wanted_bytes, stop_bytes)
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Return whether nobody waits, so that there is time to take checksums."""
+        return self._reached_bytes > self._wanted_bytes
 
     def _require_wanted(self) -> None:
         if self._stopped is not None:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from .arena import Arena
 from .filled import Filled
 from .pinned import side_streams
 from .plan import PartPlan
+from .sums import HOT_BYTES, Sums
 from .workers import Workers, num_cores
 
 __all__ = ["Block", "Filling", "PartFill", "blocks_of", "copy_bytes", "is_plain", "synchronize"]
@@ -106,6 +107,7 @@ class Filling(Filled):
         arena: The memory.
         fills: What goes there, in its order.
         end_bytes: Where the state ends in it.
+        sums: Where to leave checksums.
         cuda: CUDA devices that some of it lies on.
     """
 
@@ -115,9 +117,10 @@ class Filling(Filled):
         fills: Sequence[PartFill],
         *,
         end_bytes: int,
+        sums: Sums,
         cuda: Sequence[torch.device] = (),
     ) -> None:
-        super().__init__(start_bytes=0, end_bytes=end_bytes)
+        super().__init__(start_bytes=0, end_bytes=end_bytes, sums=sums)
         self._cuda = cuda
         self._is_over = False
         self._arena = arena
@@ -150,10 +153,16 @@ class Filling(Filled):
             plain, tensors = _plain_ones(fill), _Bytes(fill.sources)
             for block in fill.blocks:
                 rest = _copy_rest(fill, block, plain)
-                for piece in _pieces_in(fill, block, plain, tensors):
-                    self._copy_piece(piece)
-                synchronize(rest)
-                self._reach(fill.part.arena_start + block.stop_bytes)
+                pieces = _pieces_in(fill, block, plain, tensors)
+                stop = fill.part.arena_start + block.stop_bytes
+                if self._is_ahead:
+                    synchronize(rest)
+                    self._copy_with_sums(pieces, stop)
+                else:
+                    for piece in pieces:
+                        self._copy_piece(piece)
+                    synchronize(rest)
+                self._reach(stop)
             fill.on_done()
 
     def _copy_together(self) -> None:
@@ -179,6 +188,15 @@ class Filling(Filled):
             synchronize(some)
         for fill in self._fills:
             fill.on_done()
+
+    def _copy_with_sums(self, pieces: Iterable[_Piece], stop: int) -> None:
+        """Copy what is left of a block that ends there, and take its checksum."""
+        for piece in pieces:
+            for at in range(piece.start, piece.stop, HOT_BYTES):
+                hot = piece.cut(at, min(piece.stop, at + HOT_BYTES))
+                self._copy_piece(hot)
+                self.sums.take(hot.place_bytes + len(hot))
+        self.sums.take(stop)
 
     def _copy_piece(self, piece: _Piece) -> None:
         at = piece.place_bytes
@@ -220,6 +238,11 @@ class _Piece:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> _Piece:
+        """Return some of it, by the bytes of the tensor."""
+        place = self.place_bytes + start - self.start
+        return replace(self, start=start, stop=stop, place_bytes=place)
 
 
 def _pieces(fill: PartFill, plain: AbstractSet[int]) -> Iterator[_Piece]:

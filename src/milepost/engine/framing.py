@@ -164,17 +164,18 @@ class FrameStream:
         self._stored_bytes = 0
         self._is_stopped = False
 
-    def take(self, block: int, data: memoryview) -> None:
+    def take(self, block: int, data: memoryview, checksum: int) -> None:
         """Compress a block, and write what became of it as far as its turn has come.
 
         Args:
             block: Its number.
             data: Its bytes, which may change once this returns.
+            checksum: Its CRC32C.
 
         Raises:
             CheckpointError: It could not be written, or the work was broken off.
         """
-        self._plain_crcs[block] = crc32c(data)
+        self._plain_crcs[block] = checksum
         started_s = time.perf_counter()
         item_bytes = self._packing.item_bytes[block]
         chunks = compress(data, method=self._packing.method, item_bytes=item_bytes)

@@ -282,7 +282,7 @@ class Saver(Generic[T]):
             if self._streamer is not None and self._streamer.is_needed(plan):
                 stream, kept = self._streamer.begin(plan, items, written=self._links.entry)
                 parts = [StagedPart(part, is_unchanged=part.file in kept) for part in plan.parts]
-                staging = Staging(parts, stream, Copy((), end_bytes=0))
+                staging = Staging(parts, stream, Copy((), end_bytes=0, sums=stream.sums))
             else:
                 staging = self._stager.begin(plan, items, owned=owned, check=self._copy_check)
         except BaseException:

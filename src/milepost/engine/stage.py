@@ -25,6 +25,7 @@ from .peek import can_peek
 from .pinned import cuda_devices
 from .plan import PartPlan, Plan
 from .streaming import Stream
+from .sums import Sums
 
 __all__ = ["StagedPart", "Stager", "Staging", "why_not_late"]
 
@@ -135,8 +136,10 @@ class Stager:
                 parts.append(StagedPart(part, is_unchanged=is_unchanged))
                 if not is_unchanged:
                     fills.append(self._fill(part, sources, destinations, left_out))
-        filling = Filling(self.arena, fills, end_bytes=plan.arena_bytes, cuda=cuda)
-        return Staging(parts, filling, Copy(late, end_bytes=plan.arena_bytes))
+        end, files = plan.arena_bytes, [(part.arena_start, part.arena_stop) for part in plan.parts]
+        sums = Sums(files, self.arena.view)
+        filling = Filling(self.arena, fills, end_bytes=end, sums=sums, cuda=cuda)
+        return Staging(parts, filling, Copy(late, end_bytes=end, sums=sums))
 
     def _fill(
         self,

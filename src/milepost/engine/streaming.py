@@ -39,6 +39,7 @@ from .filled import Filled
 from .filling import blocks_of, bytes_of, copy_bytes, is_plain, synchronize
 from .pinned import cuda_devices, side_streams
 from .plan import PartPlan, Plan
+from .sums import HOT_BYTES, Sums
 from .write import SizedJob
 
 __all__ = ["MIN_SLOTS", "Stream", "StreamPart", "Streamer", "copy_elements"]
@@ -110,7 +111,9 @@ class Stream(Filled):
     ) -> None:
         # It is blocks that are counted here, in place of bytes.
         last = parts[-1].first + len(parts[-1].blocks) if parts else 0
-        super().__init__(start_bytes=0, end_bytes=last)
+        starts = [(part.first * BLOCK_BYTES, part.plan.size_bytes) for part in parts]
+        files = [(start, start + num_bytes) for start, num_bytes in starts]
+        super().__init__(start_bytes=0, end_bytes=last, sums=Sums(files, self._view))
         self._is_over = False
         self._arena = arena
         self._parts = parts
@@ -145,8 +148,18 @@ class Stream(Filled):
                 for index, block in enumerate(part.blocks):
                     number = part.first + index
                     self._take_slot(number)
-                    assemble(self._arena, part, block, self._place(number))
+                    self._assemble(part, block, number)
                     self._reach(number + 1)
+
+    def _assemble(self, part: StreamPart, block: _Block, number: int) -> None:
+        """Assemble a block in its slot, and take its checksum if there is time."""
+        start, place, is_ahead = number * BLOCK_BYTES, self._place(number), self._is_ahead
+
+        def take(num_bytes: int) -> None:
+            if is_ahead:
+                self.sums.take(start + num_bytes)
+
+        assemble(self._arena, part, block, place, on_filled=take)
 
     def job(self, key: str, plan: PartPlan) -> SizedJob:
         """Return the job of writing a part, which is streamed then.
@@ -171,6 +184,7 @@ class Stream(Filled):
         Raises:
             BaseException: What ended the stream before.
         """
+        self._want(number + 1)
         self._wait_for(lambda: self._is_over or self._reached_bytes > number, None)
         if self._error is not None:
             raise self._error
@@ -183,6 +197,12 @@ class Stream(Filled):
             if self._used.get(number % self._num_slots) == number:
                 del self._used[number % self._num_slots]
                 self._changed.notify_all()
+
+    def _view(self, start: int, stop: int) -> memoryview:
+        """Return bytes of a block that is in its slot, by where all blocks would lie in a row."""
+        number, at = divmod(start, BLOCK_BYTES)
+        place = self._place(number) + at
+        return self._arena.view(place, place + stop - start)
 
     def _place(self, number: int) -> int:
         return number % self._num_slots * BLOCK_BYTES
@@ -237,6 +257,10 @@ class _Streamed(Sequence[memoryview]):
             raise IndexError(index)
         num_bytes = min(BLOCK_BYTES, self._size_bytes - index * BLOCK_BYTES)
         return self._stream.take(self._first + index, num_bytes)
+
+    def checksum(self, index: int) -> int | None:
+        """See ``write.SummedBlocks``."""
+        return self._stream.sums.of((self._first + index) * BLOCK_BYTES)
 
     def give_back(self, index: int) -> None:
         """See ``write.LendingBlocks``."""
@@ -361,7 +385,14 @@ class Streamer:
         return found
 
 
-def assemble(arena: Arena, part: StreamPart, block: _Block, at_bytes: int) -> None:
+def assemble(
+    arena: Arena,
+    part: StreamPart,
+    block: _Block,
+    at_bytes: int,
+    *,
+    on_filled: Callable[[int], None] = lambda _: None,
+) -> None:
     """Copy what lies in a block to a slot.
 
     Args:
@@ -369,6 +400,7 @@ def assemble(arena: Arena, part: StreamPart, block: _Block, at_bytes: int) -> No
         part: The part.
         block: One of its blocks.
         at_bytes: Where the slot begins.
+        on_filled: Called now and then, and at the end, with how many bytes of it are filled.
     """
     header = part.plan.header[block.start_bytes : block.stop_bytes]
     if header:
@@ -376,16 +408,21 @@ def assemble(arena: Arena, part: StreamPart, block: _Block, at_bytes: int) -> No
     sources = [part.sources[index] for index in block.whole]
     if sources:
         torch._foreach_copy_(block.views, sources, non_blocking=True)
+        synchronize(sources)
     at_bytes -= block.start_bytes
     for index, start, stop in block.pieces:
         source, place = part.sources[index], at_bytes + part.plan.tensors[index].start
-        into = arena.tensor(place + start, place + stop)
         if is_plain(source):
-            copy_bytes(into, bytes_of(source)[start:stop])
+            data = bytes_of(source)
+            for low in range(start, stop, HOT_BYTES):
+                high = min(stop, low + HOT_BYTES)
+                copy_bytes(arena.tensor(place + low, place + high), data[low:high])
+                on_filled(part.plan.tensors[index].start + high - block.start_bytes)
         else:
             size = source.element_size()
-            copy_elements(into.view(source.dtype), source, start // size, stop // size)
-    synchronize(sources)
+            into = arena.tensor(place + start, place + stop).view(source.dtype)
+            copy_elements(into, source, start // size, stop // size)
+    on_filled(block.stop_bytes - block.start_bytes)
 
 
 def copy_elements(into: Tensor, source: Tensor, start: int, stop: int) -> None:

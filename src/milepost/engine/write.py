@@ -1,7 +1,8 @@
 """Writing: blocks go from memory to the store from several threads, checksummed on the way.
 
 The checksum of a block is taken from the staged memory right before that memory is written, while
-it is hot in the cache. Hashing and writing release the interpreter lock.
+it is hot in the cache, or was taken by whoever filled it: see ``sums.py``. Hashing and writing
+release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -75,6 +76,14 @@ class LendingBlocks(Protocol):
         """Take note that a block is not needed any more. May be told twice."""
 
 
+@runtime_checkable
+class SummedBlocks(Protocol):
+    """What the blocks of a job may be able to do besides: tell their checksums."""
+
+    def checksum(self, index: int) -> int | None:
+        """Return the checksum of a block that was asked for, if it was taken when it was filled."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileJob:
     """A file to write.
@@ -134,7 +143,14 @@ def file_job(key: str, path: str, data: memoryview) -> FileJob:
     return FileJob(key, path, blocks, is_lasting=True)
 
 
-def copied_job(key: str, path: str, data: memoryview, *, wait: Callable[[int], None]) -> SizedJob:
+def copied_job(
+    key: str,
+    path: str,
+    data: memoryview,
+    *,
+    wait: Callable[[int], None],
+    sum_of: Callable[[int], int | None],
+) -> SizedJob:
     """Return the job of writing a range of memory that is still being filled from its start on.
 
     Args:
@@ -143,16 +159,23 @@ def copied_job(key: str, path: str, data: memoryview, *, wait: Callable[[int], N
         data: The memory, which stays as it is once it is filled.
         wait: Called with the place where a block ends, before it is written; returns when
             everything below is there, or raises.
+        sum_of: Returns the checksum of the block that begins at a place, if it was taken.
     """
-    return SizedJob(key, path, _Awaited(data, wait), len(data), is_lasting=True)
+    return SizedJob(key, path, _Awaited(data, wait, sum_of), len(data), is_lasting=True)
 
 
 class _Awaited(Sequence[memoryview]):
     """The blocks of memory that is being filled."""
 
-    def __init__(self, data: memoryview, wait: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        data: memoryview,
+        wait: Callable[[int], None],
+        sum_of: Callable[[int], int | None],
+    ) -> None:
         self._data = data
         self._wait = wait
+        self._sum_of = sum_of
 
     def __len__(self) -> int:
         return block_count(len(self._data))
@@ -172,6 +195,10 @@ class _Awaited(Sequence[memoryview]):
         block = self._data[start : start + BLOCK_BYTES]
         self._wait(start + len(block))
         return block
+
+    def checksum(self, index: int) -> int | None:
+        """See :class:`SummedBlocks`."""
+        return self._sum_of(index * BLOCK_BYTES)
 
 
 def write_files(
@@ -275,10 +302,12 @@ class _Pipeline:
 
     def _write(self, index: int, block: int, data: memoryview) -> None:
         stream = self._streams.get(index)
+        checksum = self._checksum(index, block, data)
         if stream is None:
+            self._crcs[index][block] = checksum
             self._write_plain(index, block, data)
         else:
-            stream.take(block, data)
+            stream.take(block, data, checksum)
         self._give_back(index, block)  # not only when the file is durable
         with self._lock:
             self._left[index] -= 1
@@ -289,11 +318,15 @@ class _Pipeline:
 
     def _write_plain(self, index: int, block: int, data: memoryview) -> None:
         job, writer = self._jobs[index], self._writers[index]
-        self._crcs[index][block] = crc32c(data)
         if job.is_lasting and isinstance(writer, LastingWriter):
             writer.refer_at(block * BLOCK_BYTES, data)
         else:
             writer.write_at(block * BLOCK_BYTES, data)
+
+    def _checksum(self, index: int, block: int, data: memoryview) -> int:
+        blocks = self._jobs[index].blocks
+        known = blocks.checksum(block) if isinstance(blocks, SummedBlocks) else None
+        return crc32c(data) if known is None else known
 
     def _give_back(self, index: int, block: int) -> None:
         blocks = self._jobs[index].blocks

@@ -11,6 +11,7 @@ import torch
 
 from milepost.engine.copying import Copy, LateTensor
 from milepost.engine.save import SaveRequest
+from milepost.engine.sums import Sums
 from milepost.errors import DeadlineError, StateChangedError
 from milepost.state.owned import Owned, memory_key
 from milepost.stores import MemoryStore
@@ -24,12 +25,24 @@ def late(tensor: torch.Tensor, *, start: int = 0, check: Any = "sample") -> Late
     return LateTensor.of("x", tensor, place=place, start_bytes=start, check=check, shift=3)
 
 
+def copy_of(one: LateTensor) -> Copy:
+    """Return the copy of a tensor that a part ends with, in one that begins with the memory."""
+    start, end = one.start_bytes, one.start_bytes + one.num_bytes
+    before = np.full(start, 7, np.uint8)
+
+    def view(low: int, high: int) -> memoryview:
+        whole = np.concatenate([before, one.place])
+        return whole[low:high].data
+
+    return Copy([one], end_bytes=end, sums=Sums([(0, end)], view))
+
+
 def test_a_block_is_there_when_it_is_said_to_be():
     """And not later: whoever writes it has waited for no more than it."""
     tensor = torch.arange(3 * BLOCK // 4 + 5, dtype=torch.float32)
     one = late(tensor, start=4096)
     live = tensor.clone().view(torch.uint8).numpy()
-    copy = Copy([one], end_bytes=4096 + tensor.nbytes)
+    copy = copy_of(one)
     seen: list[tuple[int, int]] = []
     reach = copy._reach
 
@@ -50,7 +63,7 @@ def test_a_block_is_there_when_it_is_said_to_be():
 def test_a_write_between_two_pieces_is_seen_before_the_next_is_passed_on():
     """A mixture must not reach whoever waits for the blocks."""
     tensor = torch.zeros(BLOCK // 2)
-    copy = Copy([late(tensor)], end_bytes=tensor.nbytes)
+    copy = copy_of(late(tensor))
     reach, passed = copy._reach, []
 
     def write(stop: int) -> None:
@@ -70,7 +83,7 @@ def test_a_write_between_two_pieces_is_seen_before_the_next_is_passed_on():
 
 def test_waiting_for_a_copy_has_an_end():
     """And says what did not come."""
-    copy = Copy([late(torch.zeros(10))], end_bytes=40)
+    copy = copy_of(late(torch.zeros(10)))
     with pytest.raises(DeadlineError, match="was not copied within"):
         copy.settle(0.01)
     copy.start()
@@ -80,7 +93,7 @@ def test_waiting_for_a_copy_has_an_end():
 
 def test_a_copy_that_fails_tells_all_who_wait():
     """Nobody may wait for ever for bytes that do not come."""
-    copy = Copy([late(torch.zeros(10))], end_bytes=40)
+    copy = copy_of(late(torch.zeros(10)))
 
     def fail(stop: int) -> None:
         raise ValueError(f"broken at {stop}")

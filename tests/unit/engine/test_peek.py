@@ -11,6 +11,7 @@ import torch
 from milepost.engine import peek as module
 from milepost.engine.copying import Copy, LateTensor
 from milepost.engine.peek import can_peek, peek
+from milepost.engine.sums import Sums
 from milepost.errors import StateChangedError
 from milepost.tensors.memory import host_bytes
 
@@ -61,7 +62,8 @@ def test_memory_that_is_given_back_between_two_pieces_is_a_change() -> None:
     tensor = torch.ones(5 * BLOCK // 4)
     place = np.zeros(tensor.nbytes, np.uint8)
     one = LateTensor.of("x", tensor, place=place, start_bytes=0, check="none", shift=1)
-    copy = Copy([one], end_bytes=tensor.nbytes)
+    sums = Sums([(0, place.nbytes)], lambda start, stop: place.data[start:stop])
+    copy = Copy([one], end_bytes=tensor.nbytes, sums=sums)
     reach, passed = copy._reach, []
 
     def move(stop: int) -> None:

@@ -247,10 +247,10 @@ def test_an_error_midway_commits_nothing_and_harms_no_later_save(new_lab, monkey
     lab = new_lab(View(below), budget_bytes=BUDGET)
     state = {"w": torch.randn(6 * BLOCK // 4), "v": torch.randn(100)}
 
-    def broken(*given: Any) -> None:
+    def broken(*given: Any, **named: Any) -> None:
         if next(count) == at:
             raise error
-        original(*given)
+        original(*given, **named)
 
     def create_writer(key: str, size_bytes: int) -> Any:
         writer = below.create_writer(key, size_bytes)

@@ -33,7 +33,8 @@ def write(store, *, plain=PLAIN, order=None, method="zstd", key="a"):
     stream = FrameStream(writer, len(plain), packing=packing, cost=FrameCost(), key=key)
     for block in order or range(block_count(len(plain))):
         start = block * BLOCK_BYTES
-        stream.take(block, memoryview(plain)[start : start + BLOCK_BYTES])
+        data = memoryview(plain)[start : start + BLOCK_BYTES]
+        stream.take(block, data, crc32c(data))
     stream.close()
     return stream.entry(key)
 
