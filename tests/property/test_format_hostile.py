@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from unittest import mock
 
 import pytest
 from hypothesis import example, given
@@ -138,6 +140,54 @@ def test_every_layout_reads_back(tensors, metadata):
     found = header.parse_header(head[8:], size_bytes=size_bytes, where="part")
     assert {entry.key: entry for entry in entries} == found
     assert [(e.key, e.dtype, e.shape, e.num_bytes) for e in entries] == rows
+
+
+ODD = st.sampled_from(["X", "F32", True, False, 0, 1, 4, -1, 2**63, 1.0, None, [], [1], [True], {}])
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["U8", "F32"]), SHAPES), min_size=1, max_size=4),
+    st.none()
+    | st.tuples(
+        st.integers(0, 3),
+        st.sampled_from(["dtype", "shape", "data_offsets", "more", "all"]),
+        st.none() | st.integers(0, 2),
+        ODD,
+    ),
+    st.booleans(),
+)
+def test_all_entries_of_a_header_together_are_read_as_one_by_one(tensors, odd, is_turned):
+    """One of them may be wrong in any way, and they may stand in another order than they lie."""
+    table, at = {}, 0
+    for index, (dtype, shape) in enumerate(tensors):
+        size = math.prod(shape) * header.ITEM_SIZES[dtype]
+        table[f"t{index}"] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    if odd is not None:
+        index, field, place, value = odd
+        entry = table[f"t{index % len(tensors)}"]
+        if field == "all":
+            table[f"t{index % len(tensors)}"] = value
+        elif place is not None and isinstance(entry.get(field), list) and entry[field][place:]:
+            entry[field][place] = value
+        else:
+            entry[field] = value
+    if is_turned:
+        table = dict(reversed(table.items()))
+    head = json.dumps(table).encode()
+
+    def outcome():
+        try:
+            found = header.parse_header(head, size_bytes=8 + len(head) + at, where="part")
+        except FormatError as error:
+            return str(error)
+        return list(found.items())
+
+    with mock.patch.object(header, "_whole_table", return_value=None):
+        one_by_one = outcome()
+    assert outcome() == one_by_one
+    if odd is None:
+        assert not isinstance(one_by_one, str)
 
 
 FILES = st.fixed_dictionaries(

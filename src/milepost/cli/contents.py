@@ -16,7 +16,7 @@ from ..checkpoint import Checkpoint
 from ..errors import DamagedError, FormatError
 from ..format import canonical
 from ..format.digest import BLOCK_BYTES, block_crcs
-from ..format.header import ITEM_SIZES, StoredTensor, parse_header, parse_header_length
+from ..format.header import ITEM_SIZES, StoredTable, StoredTensor, parse_header, parse_header_length
 from ..format.layout import INDEX
 from ..format.manifest import FileEntry, check_version
 from ..frames.reader import open_plain
@@ -213,7 +213,7 @@ def _read_index(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return items
 
 
-def _read_header(checkpoint: Checkpoint, entry: FileEntry) -> dict[str, StoredTensor]:
+def _read_header(checkpoint: Checkpoint, entry: FileEntry) -> StoredTable:
     size_bytes = entry.plain.size_bytes
     with closing(_Bytes(checkpoint, entry.path)) as part:
         length = parse_header_length(part.read(0, 8), size_bytes=size_bytes, where=part.where)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +22,12 @@ from torch._utils import _unflatten_dense_tensors
 from torch.nn import Parameter
 
 from ..format.digest import BLOCK_BYTES
-from ..format.header import StoredTensor
 from ..stores.pages import page_memory
 from ..tensors.boxes import Box
-from ..tensors.flat import Run
 from ..tensors.memory import host_bytes
 from .pieces import Cut
 
-__all__ = ["Batch", "Bytes", "Range", "batches_of", "is_small_whole", "ranges_of"]
+__all__ = ["Batch", "Bytes", "Range", "ranges_of"]
 
 _PORTION_BYTES = BLOCK_BYTES
 """How many bytes are put together at most: a portion of this size lies in two blocks."""
@@ -37,9 +35,6 @@ _PORTION_BYTES = BLOCK_BYTES
 _PAGES_BYTES = 128 * 1024
 """From how many bytes on a portion has pages of its own, which go back to the system with it. An
 allocator that large pieces come from and go to in turns may keep many times as much."""
-
-_SMALL_BYTES = 256 * 1024
-"""Tensors of fewer bytes are copied together with their neighbours."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -89,64 +84,29 @@ class Batch:
         start: The first byte.
         stop: The byte after the last.
         targets: Where they go: tensors of one dtype on the host.
+        shape: That of each, if all have the same one.
     """
 
     tensors: list[str]
     start: int
     stop: int
     targets: list[Tensor]
+    shape: tuple[int, ...] | None = None
 
     def fill(self, at: int, data: Bytes) -> None:  # noqa: ARG002 - it always is the beginning
         """Take the bytes, all of them."""
         if not data.flags.writeable:
             data = data.copy()  # or torch would warn, though nobody writes to it
         flat = torch.from_numpy(data).view(self.targets[0].dtype)
-        views = _unflatten_dense_tensors(flat, self.targets)  # type: ignore[no-untyped-call]
+        views: tuple[Tensor, ...] | list[Tensor]
+        if self.shape is None:
+            views = _unflatten_dense_tensors(flat, self.targets)  # type: ignore[no-untyped-call]
+        else:  # half the work, for views that are made in one step
+            views = flat.view(len(self.targets), *self.shape).unbind()
         torch._foreach_copy_(self.targets, views)
 
     def memory(self, low: int, high: int) -> None:
         """Return nothing: the bytes go to many places."""
-
-
-def is_small_whole(one: Tensor | Run, entry: StoredTensor) -> TypeGuard[Tensor]:
-    """Return whether a tensor can be read together with others.
-
-    Args:
-        one: Where it goes.
-        entry: What is stored.
-    """
-    size = entry.stop - entry.start
-    return (
-        isinstance(one, Tensor)
-        and 0 < size < _SMALL_BYTES
-        and entry.start // BLOCK_BYTES == (entry.stop - 1) // BLOCK_BYTES
-        and type(one) in (Tensor, Parameter)
-        and one.device.type == "cpu"
-        and one.layout is torch.strided
-        and one.shape == entry.shape
-        and one.nbytes == size
-        and not one.is_quantized
-    )
-
-
-def batches_of(wanted: list[tuple[StoredTensor, Tensor]]) -> Iterator[Batch]:
-    """Yield what to read for small whole tensors of one file; see :func:`is_small_whole`."""
-    wanted.sort(key=lambda pair: pair[0].start)
-    start, stop, block = 0, -1, -1
-    names: list[str] = []
-    targets: list[Tensor] = []
-    for entry, one in wanted:
-        is_next = entry.start == stop and entry.start // BLOCK_BYTES == block
-        if not is_next or one.dtype is not targets[0].dtype:
-            if targets:
-                yield Batch(names, start, stop, targets)
-            start, block = entry.start, entry.start // BLOCK_BYTES
-            names, targets = [], []
-        names.append(entry.key)
-        targets.append(one)
-        stop = entry.stop
-    if targets:
-        yield Batch(names, start, stop, targets)
 
 
 class _Portion:

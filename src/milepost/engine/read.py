@@ -11,7 +11,8 @@ however the tensor was cut when it was saved.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..errors import FormatError, MissingError
 from ..fetching import Fetching
 from ..format import canonical
 from ..format.digest import BLOCK_BYTES
-from ..format.header import StoredTensor, parse_header, parse_header_length
+from ..format.header import StoredTable, parse_header, parse_header_length
 from ..format.layout import INDEX, rank_index
 from ..format.manifest import FileEntry, Manifest, check_version
 from ..frames.reader import open_plain
@@ -35,12 +36,15 @@ from .blocks import BlockReads, Progress
 from .checks import check_size, read_block, require_block
 from .parts import PartTable
 from .pieces import Cut, StoredWhole, cuts, read_rows
-from .ranges import Batch, Range, batches_of, is_small_whole, ranges_of
+from .ranges import Batch, Range, ranges_of
+from .small import small_wholes
 from .tables import RankTables
 
 __all__ = ["CheckpointSource", "read_file"]
 
 _MAX_FIRSTS = 8
+
+_Wanted = tuple[str, str, Tensor | Run]
 
 
 class CheckpointSource:
@@ -141,7 +145,7 @@ class CheckpointSource:
             raise FormatError(f"The index of {self.name} holds a malformed path.")
         return path
 
-    def read(self, wanted: Sequence[tuple[str, str, Tensor | Run]]) -> None:
+    def read(self, wanted: Sequence[_Wanted]) -> None:
         """Read tensors into existing ones. See ``StateSource.read``."""
         with no_collecting():
             ranges, left = self._small_wholes(wanted)
@@ -164,23 +168,21 @@ class CheckpointSource:
         self._run(ranges)
 
     def _small_wholes(
-        self, wanted: Sequence[tuple[str, str, Tensor | Run]]
-    ) -> tuple[dict[str, list[Range | Batch]], list[tuple[str, str, Tensor | Run]]]:
+        self, wanted: Sequence[_Wanted]
+    ) -> tuple[dict[str, list[Range | Batch]], list[_Wanted]]:
         """Return what to read for small tensors that are wanted and stored whole; and the rest."""
-        tables = {item: self._table_of_wholes(item) for item in {item for item, _, _ in wanted}}
-        found: dict[str, list[tuple[StoredTensor, Tensor]]] = defaultdict(list)
-        left: list[tuple[str, str, Tensor | Run]] = []
-        for item, key, one in wanted:
-            table = tables[item]
-            if table is not None:
-                file, entry = table.place(key)
-                if is_small_whole(one, entry):
-                    found[file].append((entry, one))
-                    continue
-            left.append((item, key, one))
         ranges: dict[str, list[Range | Batch]] = defaultdict(list)
-        for file, pairs in found.items():
-            ranges[file].extend(batches_of(pairs))
+        left: list[_Wanted] = []
+        for item, some in _by_item(wanted):
+            table = self._table_of_wholes(item)
+            if table is None:
+                left += some
+                continue
+            _, keys, ones = zip(*some, strict=True)
+            batches, rest = small_wholes(table, keys, ones)
+            for file, found in batches.items():
+                ranges[file] += found
+            left += [some[row] for row in rest]
         return ranges, left
 
     def _table_of_wholes(self, item: str) -> PartTable | None:
@@ -292,7 +294,7 @@ class CheckpointSource:
         return table
 
     def _table_of_parts(self, item: str) -> PartTable:
-        headers: dict[str, dict[str, StoredTensor]] = {}
+        headers: dict[str, StoredTable] = {}
         for file in self.files(item):
             header = self._header(file)
             if file in headers:
@@ -300,7 +302,7 @@ class CheckpointSource:
             headers[file] = header
         return PartTable(headers, name=f"{self.name}: {item}")
 
-    def _header(self, file: str) -> dict[str, StoredTensor]:
+    def _header(self, file: str) -> StoredTable:
         stored = self.manifest.file(file)
         entry, where = stored.plain, self._key(file)
         reader = open_plain(self._store, where, stored)
@@ -318,6 +320,13 @@ class CheckpointSource:
         if len(self._firsts) < _MAX_FIRSTS:
             self._firsts[file] = first  # with the header come tensors: they are not fetched twice
         return parse_header(bytes(header), size_bytes=entry.size_bytes, where=where)
+
+
+def _by_item(wanted: Sequence[_Wanted]) -> Iterator[tuple[str, Sequence[_Wanted]]]:
+    """Yield what is wanted of each item."""
+    items = list(dict.fromkeys(map(itemgetter(0), wanted)))
+    for item in items:
+        yield item, wanted if len(items) == 1 else [one for one in wanted if one[0] == item]
 
 
 def read_file(store: Store, key: str, entry: FileEntry) -> bytes:

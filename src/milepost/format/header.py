@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from operator import itemgetter
+from typing import Any
 
 from ..collecting import no_collecting
 from ..errors import FormatError
 from . import canonical
+from .stored import ITEM_SIZES, Kind, StoredTable, StoredTensor
 
 __all__ = [
     "ITEM_SIZES",
     "MAX_HEADER_BYTES",
     "MAX_TENSORS",
     "PAGE_BYTES",
+    "StoredTable",
     "StoredTensor",
     "encode_header",
     "parse_header",
@@ -40,28 +43,9 @@ MAX_RANK = 64
 MAX_NAME_CHARS = 4096
 _METADATA = "__metadata__"
 _TOO_LARGE = 2**63
-_INT = frozenset({int})
-
-ITEM_SIZES: Mapping[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "I64": 8,
-    "U64": 8,
-    "F64": 8,
-    "C64": 8,
-}
-"""Bytes of one element, by the dtype codes of the container."""
+_DICT, _LIST, _STR, _INT = (frozenset({kind}) for kind in (dict, list, str, int))
+_dtype_of, _shape_of = itemgetter("dtype"), itemgetter("shape")
+_offsets_of = itemgetter("data_offsets")
 
 _MAX_MARKS: Mapping[bytes, int] = {
     # An entry has 10 quotes, 4 colons, 2 opening brackets, 1 opening brace, and as many commas as
@@ -73,29 +57,6 @@ _MAX_MARKS: Mapping[bytes, int] = {
     b",": 16 * MAX_TENSORS,
 }
 """How often each mark of JSON may stand in a header: it bounds the objects that parsing makes."""
-
-
-class StoredTensor(NamedTuple):
-    """One tensor in a part. There are many: a tuple is made faster than anything else.
-
-    Attributes:
-        key: Its name in the container.
-        dtype: A code of ``ITEM_SIZES``.
-        shape: Its dimensions, row-major.
-        start: First byte, counted from the beginning of the file.
-        stop: One past its last byte.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that it takes in the file."""
-        return self.stop - self.start
 
 
 def encode_header(
@@ -177,7 +138,7 @@ def parse_header_length(first: bytes, *, size_bytes: int, where: str) -> int:
     return length
 
 
-def parse_header(header: bytes, *, size_bytes: int, where: str) -> dict[str, StoredTensor]:
+def parse_header(header: bytes, *, size_bytes: int, where: str) -> StoredTable:
     """Parse the JSON header of a part.
 
     Args:
@@ -197,7 +158,7 @@ def parse_header(header: bytes, *, size_bytes: int, where: str) -> dict[str, Sto
         return _parse(header, size_bytes, where)
 
 
-def _parse(header: bytes, size_bytes: int, where: str) -> dict[str, StoredTensor]:
+def _parse(header: bytes, size_bytes: int, where: str) -> StoredTable:
     table = canonical.load(
         header,
         where=f"the header of {where}",
@@ -209,10 +170,75 @@ def _parse(header: bytes, size_bytes: int, where: str) -> dict[str, StoredTensor
     table.pop(_METADATA, None)
     if len(table) > MAX_TENSORS:
         raise _too_many(where)
-    entries = _Entries(8 + len(header), where)
-    found = {key: entries.read(key, value) for key, value in table.items()}
-    position = 8 + len(header)
-    for entry in _by_place(list(found.values())):
+    base = 8 + len(header)
+    return _whole_table(table, base, size_bytes) or _looked_through(table, base, size_bytes, where)
+
+
+def _whole_table(table: dict[str, Any], base: int, size_bytes: int) -> StoredTable | None:
+    """Return the tensors if each entry is as it should be, and they lie in order.
+
+    Each thing is looked at in all entries together. Which one is wrong is left to others to say.
+
+    Args:
+        table: The header, without its metadata.
+        base: Where the data begins in the file.
+        size_bytes: Size of the whole file.
+
+    Returns:
+        Them; ``None`` if they have to be looked through one by one.
+    """
+    entries = list(table.values())
+    if not entries or not _DICT.issuperset(map(type, entries)) or {*map(len, entries)} != {3}:
+        return None
+    try:
+        dtypes = list(map(_dtype_of, entries))
+        shapes, offsets = list(map(_shape_of, entries)), list(map(_offsets_of, entries))
+    except KeyError:
+        return None
+    if not _STR.issuperset(map(type, dtypes)) or max(map(len, table)) > MAX_NAME_CHARS:
+        return None
+    if not _LIST.issuperset(map(type, chain(shapes, offsets))) or {*map(len, offsets)} != {2}:
+        return None
+    places = list(chain.from_iterable(offsets))
+    # A truth value equals a number, and would be taken for one.
+    if not _INT.issuperset(map(type, chain(places, chain.from_iterable(shapes)))):
+        return None
+    numbers: dict[Kind, int] = {}
+    numbered = numbers.setdefault
+    kind_of = [
+        numbered(kind, len(numbers)) for kind in zip(dtypes, map(tuple, shapes), strict=True)
+    ]
+    sizes = list(map(_num_bytes, numbers))
+    if min(sizes) < 0:
+        return None
+    edges = list(accumulate(map(sizes.__getitem__, kind_of), initial=0))
+    if places[::2] != edges[:-1] or places[1::2] != edges[1:] or edges[-1] >= _TOO_LARGE:
+        return None
+    if base + edges[-1] != size_bytes:
+        return None
+    moved = list(map(base.__add__, edges))
+    return StoredTable.side_by_side(list(table), list(numbers), kind_of, moved)
+
+
+def _num_bytes(kind: Kind) -> int:
+    """Return the bytes of a tensor; -1 if there can be none like it."""
+    dtype, shape = kind
+    if dtype not in ITEM_SIZES or not _is_shape(shape):
+        return -1
+    return math.prod(shape) * ITEM_SIZES[dtype]
+
+
+def _is_shape(lengths: Sequence[int]) -> bool:
+    """Return whether a tensor can have that shape."""
+    return len(lengths) <= MAX_RANK and all(0 <= length < _TOO_LARGE for length in lengths)
+
+
+def _looked_through(table: dict[str, Any], base: int, size_bytes: int, where: str) -> StoredTable:
+    """Return the tensors in whatever order they lie, or say what is wrong with one of them."""
+    entries = _Entries(base, where)
+    found = [entries.read(key, value) for key, value in table.items()]
+    position = base
+    for entry in _by_place(found):
         if entry.start != position:
             raise FormatError(
                 f"The header of {where} leaves a gap or an overlap before {entry.key[:80]!r}.",
@@ -224,13 +250,16 @@ def _parse(header: bytes, size_bytes: int, where: str) -> dict[str, StoredTensor
             f"The header of {where} describes {position:,} bytes; the file has {size_bytes:,}.",
             path=where,
         )
-    return found
+    return StoredTable.of(found)
 
 
 def _num_keys(table: Any) -> int:
     """Return the number of keys of a header and its entries."""
     entries = list(table.values()) if type(table) is dict else []
-    return len(entries) + sum(len(one) for one in entries if type(one) is dict)
+    num_keys = len(entries)
+    if not _DICT.issuperset(map(type, entries)):
+        entries = [one for one in entries if type(one) is dict]
+    return num_keys + sum(map(len, entries))
 
 
 def _too_many(where: str) -> FormatError:
@@ -243,7 +272,7 @@ def _too_many(where: str) -> FormatError:
 def _by_place(entries: list[StoredTensor]) -> list[StoredTensor]:
     """Return tensors in the order in which they lie in the file; mostly they stand so."""
     if any(one.start > other.start or one.stop > other.stop for one, other in pairwise(entries)):
-        entries.sort(key=lambda one: (one.start, one.stop))
+        return sorted(entries, key=lambda one: (one.start, one.stop))
     return entries
 
 
@@ -289,7 +318,7 @@ class _Entries:
         kind = (dtype, *shape)
         found = self._kinds.get(kind)
         if found is None:
-            if len(shape) > MAX_RANK or not all(0 <= length < _TOO_LARGE for length in shape):
+            if not _is_shape(shape):
                 raise self._refuse(key, "has a malformed shape")
             if dtype not in ITEM_SIZES:
                 raise self._refuse(key, f"has an unknown dtype {dtype[:20]!r}")

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from ..errors import CheckpointError, FormatError, MissingError, StorageError
 from ..format.digest import BLOCK_BYTES, block_crcs
 from ..format.frames import FrameSums
-from ..format.header import PAGE_BYTES, StoredTensor, parse_header, parse_header_length
+from ..format.header import PAGE_BYTES, StoredTable, StoredTensor, parse_header, parse_header_length
 from ..format.layout import MANIFEST
 from ..format.manifest import FileEntry, Manifest
 from ..frames.codec import is_loadable
@@ -240,7 +240,7 @@ def _check_lightly(
         yield _unreadable(entry.path, error)
 
 
-def _read_header(reader: Reader, entry: FileEntry) -> dict[str, StoredTensor]:
+def _read_header(reader: Reader, entry: FileEntry) -> StoredTable:
     """Return the table of tensors of a part."""
     size_bytes = entry.size_bytes
     view = _pages(min(PAGE_BYTES, size_bytes))

@@ -10,9 +10,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from milepost.checkpoint import Checkpoint
-from milepost.engine.ranges import Batch, batches_of, is_small_whole
+from milepost.engine.parts import PartTable
+from milepost.engine.ranges import Batch
+from milepost.engine.small import is_small_whole, small_wholes
+from milepost.errors import FormatError
 from milepost.format.digest import BLOCK_BYTES
-from milepost.format.header import StoredTensor
+from milepost.format.header import StoredTable, StoredTensor
 from milepost.stores import LocalStore, MemoryStore
 
 DTYPES = [torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.float64, torch.uint8]
@@ -110,7 +113,11 @@ def test_neighbours_of_one_dtype_in_one_block_are_one_copy():
         found.append((StoredTensor(f"t{index}", "F32", (16,), at, at + 64), one))
     del found[120]
     random.Random(0).shuffle(found)
-    batches = list(batches_of(found))
+    table = PartTable({"part": StoredTable.of(entry for entry, _ in found)}, name="model")
+    by_file, left = small_wholes(table, [entry.key for entry, _ in found], [t for _, t in found])
+    batches = by_file.pop("part")
+    assert not left
+    assert not by_file
     assert [len(one.targets) for one in batches] == [100, 20, 29, 50]
     assert [(one.start, one.stop) for one in batches] == [
         (start, BLOCK_BYTES),
@@ -138,3 +145,29 @@ def test_what_does_not_fit_exactly_is_left_to_others(one):
     assert not is_small_whole(one, StoredTensor("t", "F32", (16,), 4096, 4160))
     across = StoredTensor("t", "F32", (16,), BLOCK_BYTES - 32, BLOCK_BYTES + 32)
     assert not is_small_whole(torch.zeros(16), across)
+
+
+def test_what_is_wanted_of_several_parts_and_in_any_order_is_found():
+    """Frozen weights have a part of their own, and a name of one part says nothing of another."""
+    frozen = [StoredTensor(f"f{n}", "F32", (2,), 64 + 8 * n, 72 + 8 * n) for n in range(3)]
+    trained = [StoredTensor(f"t{n}", "I64", (), 64 + 8 * n, 72 + 8 * n) for n in range(4)]
+    empty: list[StoredTensor] = []
+    headers = {"none": empty, "frozen": frozen, "none too": empty, "trained": trained}
+    table = PartTable({k: StoredTable.of(v) for k, v in headers.items()}, name="model")
+    for file, entries in headers.items():
+        assert all(table.place(entry.key) == (file, entry) for entry in entries)
+    assert {k: (one.code, one.shape) for k, one in table.infos().items()} == {
+        entry.key: (entry.dtype, entry.shape) for entry in frozen + trained
+    }
+    keys = ["t3", "f1", "t0", "f0", "t1"]
+    ones = [torch.zeros(2) if key < "t" else torch.zeros((), dtype=torch.int64) for key in keys]
+    batches, left = small_wholes(table, keys, ones)
+    assert not left
+    assert {file: [one.tensors for one in found] for file, found in batches.items()} == {
+        "frozen": [["f0", "f1"]],
+        "trained": [["t0", "t1"], ["t3"]],
+    }
+    nothing = PartTable({}, name="model")
+    assert (dict(nothing), nothing.infos(), small_wholes(nothing, [], [])) == ({}, {}, ({}, []))
+    with pytest.raises(FormatError, match="'t0'"):
+        PartTable({k: StoredTable.of(trained) for k in "ab"}, name="model")
