@@ -14,9 +14,11 @@ from ..tensors.boxes import is_sharded
 from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
 from ..tensors.flat import Run
 from ..tensors.unpack import leaf_tag, unpack_item
+from .fitting import Fit, find_fit
 from .flattened import flat_state, is_flattened, reshard
 from .names import named_parameters
 from .parts import Alike
+from .plain import loads_plainly
 from .report import LoadReport, restoring
 from .source import StateSource, load_item, new_like, new_tensor
 from .walks import walk_of
@@ -45,7 +47,7 @@ class ModelPart(Alike):
     ) -> None:
         self.module = unwrap(module)
         self.strict = strict
-        self._rename = rename or (lambda name: name)
+        self._rename = rename
 
     def capture(self) -> dict[str, Any]:
         """Return the state by clean name."""
@@ -69,7 +71,8 @@ class ModelPart(Alike):
 
     def check(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Compare names, shapes and dtypes."""
-        self._match(source, item, report)
+        if self._find_fit(source, item) is None:
+            self._match(source, item, report)
 
     def apply(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Read the stored tensors into the live ones.
@@ -77,6 +80,13 @@ class ModelPart(Alike):
         Raises:
             MismatchError: A lenient load that matched nothing at all.
         """
+        fit = self._find_fit(source, item)
+        if fit is not None and loads_plainly(self.module, walk_of(self.module).modules()):
+            with no_collecting():
+                wanted = fit.wanted(item)
+            source.read(wanted)
+            report.loaded.extend(map(f"{item}: ".__add__, fit.names))
+            return
         silent = LoadReport(report.source)
         matches = self._match(source, item, silent)
         if not matches and (silent.missing or silent.unexpected):
@@ -120,6 +130,14 @@ class ModelPart(Alike):
             live[name] = (own, value)
         return live
 
+    def _find_fit(self, source: StateSource, item: str) -> Fit | None:
+        """Return what is stored if that is just what the module has, and nobody has to be asked."""
+        live = None if self._rename else walk_of(self.module).state()
+        if live is None:
+            return None
+        with no_collecting():
+            return find_fit(live, source.trees[item], lambda: source.tensors(item))
+
     def _match(
         self, source: StateSource, item: str, report: LoadReport
     ) -> dict[str, tuple[str, Any]]:
@@ -138,7 +156,7 @@ class ModelPart(Alike):
             return {}
         matches: dict[str, tuple[str, Any]] = {}
         for stored, tag in tree.items():
-            name = self._rename(stored)
+            name = self._rename(stored) if self._rename else stored
             if name not in live:
                 report.unexpected.append(f"{item}: {stored}")
                 continue
@@ -190,9 +208,7 @@ class ModelPart(Alike):
                 return False
         if is_flattened(self.module):
             return True  # its hooks are about the very form that is not used here
-        if type(self.module).load_state_dict is not nn.Module.load_state_dict:
-            return False
-        return not any(_has_load_hooks(child) for child in self.module.modules())
+        return loads_plainly(self.module, list(self.module.modules()))
 
     def _read_in_place(
         self, source: StateSource, item: str, matches: Mapping[str, tuple[str, Any]]
@@ -270,13 +286,6 @@ def _is_plain_fit(tag: Any, infos: Mapping[str, Any], value: Any) -> bool:
         and info.shape == value.shape
         and value.dtype is dtype_of_code(info.code)
     )
-
-
-def _has_load_hooks(module: nn.Module) -> bool:
-    if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
-        return True
-    own = type(module)._load_from_state_dict
-    return own is not nn.Module._load_from_state_dict and not own.__module__.startswith("torch.nn.")
 
 
 def load_weights(

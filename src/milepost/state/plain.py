@@ -20,15 +20,45 @@ from torch import Tensor, nn
 
 from ..tensors.pack import PLAIN_TENSORS
 
-__all__ = ["PlainState"]
+__all__ = ["PlainState", "loads_plainly"]
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _methods_of = attrgetter(*_METHODS)
 _PLAIN_METHODS = _methods_of(nn.Module)  # as they are before anybody puts others in their place
 _tables_of = itemgetter("_parameters", "_buffers")
 _hooks_of = itemgetter("_state_dict_hooks", "_state_dict_pre_hooks")
+_LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_load_hooks_of = itemgetter(*_LOAD_HOOKS)
+_LOADERS = ("load_state_dict", "_load_from_state_dict")
 _transient_of = itemgetter("_non_persistent_buffers_set")
 _TABLES = frozenset({dict, OrderedDict})
+
+
+def loads_plainly(module: nn.Module, members: Sequence[nn.Module]) -> bool:
+    """Return whether loading a state dict would do no more than copy into each tensor.
+
+    Args:
+        module: The module.
+        members: All modules in it, itself among them.
+    """
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return False
+    if not all(map(_loads_plainly, set(map(type, members)))):
+        return False
+    own = list(map(vars, members))
+    if [one for one in own if not one.keys().isdisjoint(_LOADERS)]:
+        return False  # of one module a method was replaced
+    try:
+        return not any(chain.from_iterable(map(_load_hooks_of, own)))
+    except KeyError:  # it keeps them in a way of its own
+        hooks = (getattr(one, name) for one in members for name in _LOAD_HOOKS)
+        return not any(hooks)
+
+
+def _loads_plainly(cls: type[nn.Module]) -> bool:
+    # What modules of torch do beside it is for names and shapes that are not what they were.
+    own = cls._load_from_state_dict
+    return own is nn.Module._load_from_state_dict or own.__module__.startswith("torch.nn.")
 
 
 class PlainState:
