@@ -17,6 +17,7 @@ from typing import Any
 import limits
 import peers
 import torch
+from bare import Bare
 from figures import Figures
 from torch import Tensor
 
@@ -75,16 +76,19 @@ def blocking_and_durable(folder: Path, *, rounds: int) -> tuple[Figures, int]:
     size = num_bytes(state)
     tensors = list(state.values())
     pool = limits.warm_pool(tensors)
-    figures = Figures()
+    figures, bare = Figures(), Bare(tensors, folder)
     with milepost_run(folder / "run", state) as run:
         run.save("warm", wait=True)
         for index in range(rounds + 1):
-            row: dict[str, float] = {"copy": limits.copy_seconds(tensors, pool)}
-            row["write limit"] = size / limits.write_rate(folder, size)
+            row: dict[str, float] = {"write limit": size / limits.write_rate(folder, size)}
+            row["bare save"] = bare.save()
+            # How long a copy takes depends on what ran before: so one before, and one after.
+            copy_s = limits.copy_seconds(tensors, pool)
             start = time.perf_counter()
             pending = run.save(f"round{index}")
             row["milepost blocking"] = time.perf_counter() - start
             pending.wait()
+            row["copy"] = (copy_s + limits.copy_seconds(tensors, pool)) / 2
             shutil.rmtree(folder / "run" / pending.name)
             row["milepost"] = _timed(partial(run.save, f"waited{index}", wait=True))
             shutil.rmtree(folder / "run" / f"waited{index}")
@@ -106,10 +110,14 @@ def cold_load(folder: Path, *, rounds: int) -> tuple[Figures, int]:
         for save in peers.SAVES.values():
             save(state, folder)
         limits.write_rate(folder, size)
+        bare = Bare(list(state.values()), folder)
+        bare.save()
         target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
         figures = Figures()
         for index in range(rounds + 1):
             row: dict[str, float] = {"read limit": size / limits.read_rate(folder, size)}
+            limits.drop_cache(folder)
+            row["bare load"] = bare.load()
             ours = partial(run.restore, name, items=["model"])
             variants: dict[str, Callable[[], Any]] = {
                 "milepost": ours,

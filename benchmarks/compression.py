@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ __all__ = ["METHODS", "SLOW_BYTES_S", "compression_of_a_trained_state"]
 METHODS = ("zstd", "lz4")
 SLOW_BYTES_S = 150e6
 _CONTEXT, _WIDTH, _NUM_SAMPLES, _NUM_STEPS = 16, 1536, 128, 120
+_NUM_SAVES = 5
+"""How many saves are one figure: a single one takes hundredths of a second."""
 _NUM_WARM = 3
 """Saves without which auto knows nothing."""
 
@@ -76,13 +79,14 @@ def compression_of_a_trained_state(folder: Path, *, rounds: int) -> tuple[Figure
         disk and the slow place the seconds of a save with each setting, ``auto, slow`` and so on.
     """
     model, optimizer = trained()
-    figures, size = Figures(), 0
+    figures = Figures()
     runs: dict[str, Checkpointer] = {}
     for place in ("disk", "slow"):
         for setting in ("off", "auto", *METHODS):
-            store: Any = LocalStore(folder / place / setting)
+            name = f"{setting}, {place}"
+            store: Any = LocalStore(folder / name)
             store = SlowStore(store, SLOW_BYTES_S) if place == "slow" else store
-            runs[f"{setting}, {place}"] = Checkpointer(
+            runs[name] = Checkpointer(
                 store,
                 save_compression="" if setting == "off" else setting,
                 model=model,
@@ -90,30 +94,48 @@ def compression_of_a_trained_state(folder: Path, *, rounds: int) -> tuple[Figure
                 handle_signals=False,
             ).open()
     try:
-        for index in range(-_NUM_WARM, rounds):
-            for name, run in runs.items():
-                started_s = time.perf_counter()
-                pending = run.save(f"round{index + _NUM_WARM}")
-                pending.wait()
-                took_s = time.perf_counter() - started_s
-                stats = pending.stats
-                if index >= 0:
-                    figures.add(name, took_s)
-                    _add_codec(figures, name.split(",")[0], stats)
-                size = stats["state_bytes"]
-                with torch.no_grad():  # the next one differs
+        for index in range(-1, rounds):
+            took_s = dict.fromkeys(runs, 0.0)
+            for count in range(_NUM_WARM if index < 0 else _NUM_SAVES):
+                for name, run in runs.items():
+                    took_s[name] += _save(run, f"save{index}.{count}") / _NUM_SAVES
+                    _keep_one(folder / name, f"save{index}.{count}")
+                with torch.no_grad():  # the next ones differ
                     for parameter in model.parameters():
                         parameter.mul_(1 + 1e-4)
-                for old in folder.glob(f"*/*/round{index + _NUM_WARM - 1}"):
-                    shutil.rmtree(old)
+            if index >= 0:
+                figures.add_round(took_s)
+                _add_codecs(figures, runs)
     finally:
         for run in runs.values():
             run.close()
-    return figures, size
+    return figures, _stats(runs["off, disk"])["state_bytes"]
 
 
-def _add_codec(figures: Figures, setting: str, stats: Any) -> None:
-    if setting in METHODS:
-        plain_bytes = stats["compressed_from_bytes"]
-        figures.add(f"{setting} ratio", stats["compressed_to_bytes"] / plain_bytes)
-        figures.add(f"{setting} rate", 2 * plain_bytes / stats["compress_s"])
+def _save(run: Checkpointer, name: str) -> float:
+    """Return how long a save took until it was committed."""
+    started_s = time.perf_counter()
+    run.save(name).wait()
+    return time.perf_counter() - started_s
+
+
+def _keep_one(folder: Path, name: str) -> None:
+    """Remove all checkpoints of a run but one."""
+    for old in folder.glob("save*"):
+        if old.name != name:
+            shutil.rmtree(old)
+
+
+def _stats(run: Checkpointer) -> Any:
+    assert run.last_save is not None
+    return run.last_save.stats
+
+
+def _add_codecs(figures: Figures, runs: Mapping[str, Checkpointer]) -> None:
+    """Add how small the last saves became, and how fast."""
+    for setting in METHODS:
+        for place in ("disk", "slow"):
+            stats = _stats(runs[f"{setting}, {place}"])
+            plain_bytes = stats["compressed_from_bytes"]
+            figures.add(f"{setting} ratio", stats["compressed_to_bytes"] / plain_bytes)
+            figures.add(f"{setting} rate", 2 * plain_bytes / stats["compress_s"])

@@ -83,13 +83,13 @@ def measure_saves(measure: Measure) -> None:
     figures, size = measure("save", claims.blocking_and_durable)
     rows = ratios(figures, "copy", ["milepost blocking"], is_rate=False)
     table(f"Blocking time of an eager save, {size / 1e9:.2f} GB, times a warm copy", COLUMNS, rows)
-    rows = ratios(figures, "write limit", ["milepost", *peers.SAVES], is_rate=True)
+    rows = ratios(figures, "write limit", ["bare save", "milepost", *peers.SAVES], is_rate=True)
     table("Durable save, share of the direct write rate", COLUMNS, rows)
     median = figures.median
     blocking = median("milepost blocking") / median("copy")
     measure.at_most("eager save blocks / warm copy", blocking, 1.15)
     limit = median("write limit")
-    others = {name: limit / median(name) for name in peers.SAVES}
+    others = {name: limit / median(name) for name in ("bare save", *peers.SAVES)}
     ours = limit / median("milepost")
     measure.at_least("durable save / direct write rate", ours, 0.95, **others)
     dcp, st = median("dcp.save"), median("safetensors")
@@ -101,10 +101,10 @@ def measure_loads(measure: Measure) -> None:
     """Measure loads of a large state, from the disk and from the page cache."""
     names = ["milepost", *peers.LOADS]
     figures, _ = measure("cold load", claims.cold_load)
-    rows = ratios(figures, "read limit", names, is_rate=True)
+    rows = ratios(figures, "read limit", ["bare load", *names], is_rate=True)
     table("Cold load into live tensors, share of the direct read rate", COLUMNS, rows)
     limit = figures.median("read limit")
-    share = {name: limit / figures.median(name) for name in names}
+    share = {name: limit / figures.median(name) for name in ("bare load", *names)}
     measure.at_least("cold load / direct read rate", share.pop("milepost"), 0.92, **share)
     figures, _ = measure("warm load", claims.warm_load)
     rows = ratios(figures, "copy", names, is_rate=True)
@@ -291,6 +291,7 @@ def measure_intervals(measure: Measure) -> None:
         )
         claim = f"overhead / budget, on {'a disk' if place == 'disk' else 'a tenth of it'}"
         measure.at_most(claim, found[0], 1.2)
+        measure.at_least(claim, found[0], 0.8)
     columns = ["place", "overhead / budget", "spread", "calls alone", "interval s"]
     table(f'every="auto", a budget of {100 * intervals.BUDGET:g} %', columns, rows)
 
@@ -317,7 +318,7 @@ def measure_compression(measure: Measure) -> None:
     fast = median("auto, disk") / median("off, disk")
     measure.at_most("save with auto / off, on a disk", fast, 1.02)
     slow = median("auto, slow") / median("off, slow")
-    measure.at_most("save with auto / off, on a slow place", slow, 0.9)
+    measure.at_most("save with auto / off, on a slow place", slow, 1.02)
 
 
 def measure_reports(measure: Measure) -> None:
