@@ -41,7 +41,7 @@ NUM_THREADS = 8
 """How many threads read from a disk: while some check and copy, it has work from others."""
 
 NUM_THREADS_CACHED = 4
-"""And how many from the page cache, where nobody waits for a disk."""
+"""And how many at most from the page cache, where nobody waits for a disk: one more than cores."""
 
 NUM_REQUESTS = 8
 """How many requests to a service are on their way. One connection takes 50 to 100 MB/s."""
@@ -55,7 +55,7 @@ _STREAMED_BLOCKS, _STREAMS_EACH = 8, 2
 each of those on their way is for at least. A request costs a service as much as many blocks do, and
 some read ahead for it what then nobody asks for; but the last of them must not come alone."""
 
-_HOT_BYTES = 1024 * 1024
+_HOT_BYTES = 2 * 1024 * 1024
 """How much is copied before it is checked: then it still is in a cache of the core."""
 
 _STRAIGHT_BYTES = 256 * 1024
@@ -245,8 +245,8 @@ class BlockReads:
                 num_bytes += sum(file.length_of(block.number) for block in blocks)
             self._look_at(files)
             if self._store.traits.is_local:
-                is_cached = _is_cached(files)
-                self._workers.run(self._work, at_most=NUM_THREADS_CACHED if is_cached else None)
+                few = min(NUM_THREADS_CACHED, num_cores() + 1)
+                self._workers.run(self._work, at_most=few if _is_cached(files) else None)
             else:
                 with self._fetching.shown(self._manifest.name, num_bytes) as came:
                     self._listeners.append(came)
