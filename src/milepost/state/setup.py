@@ -139,6 +139,8 @@ def _apply_modes(label: str, module: nn.Module, stored: Mapping[str, Any]) -> li
     # The mode of the whole is changed by any loop, and that of a part by a decision.
     if moved and "itself" not in moved:
         notes.append(f"{label}: the mode (train or eval) of {_some(moved)} is as it was saved.")
+    if not walk.is_flat and walk.frozen() == frozen:
+        return notes
     changed = []
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named_parameters(module):

@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+import milepost.state.model as model_part
+from milepost.errors import CheckpointError
+from milepost.state import fitting
 from milepost.state.model import ModelPart
 from milepost.state.names import ParameterNames, named_parameters
+from milepost.state.report import LoadReport
 from milepost.state.setup import capture_setup
+from milepost.state.source import MemorySource
 from milepost.state.tracked import Tracked
 from milepost.state.walks import Walk, walk_of, walked_once
 
@@ -259,3 +264,135 @@ def test_a_scripted_module_is_walked_like_any_other():
     assert bool((kept["0.weight"] == 2).all())
     assert {leaf.key for leaf in held.leaves if leaf.is_frozen} == {"1.bias"}
     assert walk_of(model).is_current(model)
+
+
+class Loud(nn.Linear):
+    """Has a word to say when it is loaded."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *more):
+        super()._load_from_state_dict(state_dict, prefix, *more)
+        with torch.no_grad():
+            self.weight.add_(1)
+
+
+class Own(nn.ModuleDict):
+    """Loads in a way of its own."""
+
+    def load_state_dict(self, state_dict, **more):
+        super().load_state_dict({k: v * 2 for k, v in state_dict.items()}, **more)
+
+
+def hook_load(model):
+    model["a"].register_load_state_dict_pre_hook(
+        lambda module, state, prefix, *more: state.update(
+            {f"{prefix}1.bias": state[f"{prefix}1.bias"] + 1}
+        )
+    )
+
+
+def hook_loaded(model):
+    def louder(module, keys):
+        module.bias.data.add_(1)
+
+    model["b"].register_load_state_dict_post_hook(louder)
+
+
+def load_in_own_way(model):
+    load = model.load_state_dict
+    model.load_state_dict = lambda state, **more: load({k: v + 1 for k, v in state.items()}, **more)
+
+
+def fill_one_in_own_way(model):
+    member = model["c"][1]
+    load = member._load_from_state_dict
+
+    def loaded(*args):
+        load(*args)
+        member.bias.data.add_(1)
+
+    member._load_from_state_dict = loaded
+
+
+LOADS = {
+    **CHANGES,
+    "a hook of loads": hook_load,
+    "a hook after loads": hook_loaded,
+    "a module that loads in its own way": lambda model: model.update({"b": Loud(2, 2)}),
+    "a class that loads in its own way": lambda model: setattr(model, "__class__", Own),
+    "a model that loads in its own way": load_in_own_way,
+    "one module that loads in its own way": fill_one_in_own_way,
+    "another dtype": lambda model: model["a"].double(),
+    "another shape": lambda model: model.update({"b": nn.Linear(2, 5)}),
+    "as many elements": lambda model: setattr(model["b"].weight, "data", torch.ones(4, 1)),
+    "turned": lambda model: setattr(model["b"].weight, "data", torch.ones(2, 2).t()),
+    "gaps": lambda model: setattr(model["b"].weight, "data", torch.ones(2, 4)[:, ::2]),
+    "elsewhere": lambda model: model.to("meta"),
+    "sparse": lambda model: model["a"][1].register_buffer("mean", torch.eye(3).to_sparse()),
+}
+TAKEN_TOGETHER = (
+    "a buffer anew",
+    "a buffer of a parameter",
+    "a buffer that is not kept",
+    "all evaluated",
+    "another module",
+    "another parameter",
+    "compiled inside",
+    "elsewhere",
+    "evaluated",
+    "frozen",
+    "gaps",
+    "nothing",
+    "one frozen",
+    "other memory",
+    "turned",
+    "untied",
+    "values",
+)
+
+
+def loaded(change, stored, *, strict):
+    """Load into a model that was changed, and return all that can be seen of it."""
+    torch.manual_seed(3)
+    live = new_model()
+    LOADS[change](live)
+    part = ModelPart(live, strict=strict)
+    source = MemorySource.from_packed("a", stored)
+    report = LoadReport("a")
+    try:
+        part.check(source, "model", report)
+        part.apply(source, "model", report)
+        outcome = ""
+    except (CheckpointError, RuntimeError, NotImplementedError) as error:
+        outcome = f"{type(error)}: {error}"
+    state = {
+        key: value if value.is_meta else value.to_dense().clone()
+        for key, value in live.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    return outcome, report, state
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("change", sorted(LOADS))
+def test_whatever_is_loaded_together_is_as_if_one_by_one(monkeypatch, change, strict):
+    """What fits not, what has hooks, and what was tied, frozen or put elsewhere meanwhile."""
+    torch.manual_seed(1)
+    tracked = Tracked()
+    tracked.add("model", new_model())
+    stored = [item for item in tracked.capture() if item.name == "model"]
+    together = []
+    find = fitting.find_fit
+
+    def noting(*of_item):
+        together.append(find(*of_item) is not None)
+        return find(*of_item)
+
+    monkeypatch.setattr(model_part, "find_fit", noting)
+    outcome, report, state = loaded(change, stored, strict=strict)
+    monkeypatch.setattr(model_part, "find_fit", lambda *of_item: None)
+    other_outcome, other_report, other_state = loaded(change, stored, strict=strict)
+    assert (outcome, report) == (other_outcome, other_report)
+    assert list(state) == list(other_state)
+    for key, value in state.items():
+        assert value.is_meta or torch.equal(value, other_state[key]), key
+    assert set(together) <= {change in TAKEN_TOGETHER or "load" in change}
