@@ -73,8 +73,8 @@ def small_wholes(
         found += stored
     is_left = np.ones(len(keys), dtype=bool)
     is_left[taken] = False
-    numbers: dict[Any, int] = {}
-    numbered = np.array([numbers.setdefault(one, len(numbers)) for one in found], dtype=np.int64)
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(found))}
+    numbered = np.array(list(map(numbers.__getitem__, found)), dtype=np.int64)
     picked = np.array(taken, dtype=np.int64)
     batches = _batches(table, places, picked, numbered, keys, ones)
     return batches, np.flatnonzero(is_left).tolist()

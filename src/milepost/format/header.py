@@ -203,21 +203,20 @@ def _whole_table(table: dict[str, Any], base: int, size_bytes: int) -> StoredTab
     # A truth value equals a number, and would be taken for one.
     if not _INT.issuperset(map(type, chain(places, chain.from_iterable(shapes)))):
         return None
-    numbers: dict[Kind, int] = {}
-    numbered = numbers.setdefault
-    kind_of = [
-        numbered(kind, len(numbers)) for kind in zip(dtypes, map(tuple, shapes), strict=True)
-    ]
-    sizes = list(map(_num_bytes, numbers))
+    of_each: list[Kind] = list(zip(dtypes, map(tuple, shapes), strict=True))
+    kinds = list(dict.fromkeys(of_each))
+    sizes = list(map(_num_bytes, kinds))
     if min(sizes) < 0:
         return None
+    numbers = dict(zip(kinds, range(len(kinds)), strict=True))
+    kind_of = list(map(numbers.__getitem__, of_each))
     edges = list(accumulate(map(sizes.__getitem__, kind_of), initial=0))
     if places[::2] != edges[:-1] or places[1::2] != edges[1:] or edges[-1] >= _TOO_LARGE:
         return None
     if base + edges[-1] != size_bytes:
         return None
     moved = list(map(base.__add__, edges))
-    return StoredTable.side_by_side(list(table), list(numbers), kind_of, moved)
+    return StoredTable.side_by_side(list(table), kinds, kind_of, moved)
 
 
 def _num_bytes(kind: Kind) -> int:

@@ -119,7 +119,7 @@ def test_a_load_of_a_plain_module_costs_no_call_of_ours_a_tensor(tmp_path):
     few, many = (calls_of_load(tmp_path / str(num), num) for num in (1_000, 1_500))
     added = 500 * 2  # beside tables that are large already: small ones are read in another way
     assert many["call"] - few["call"] <= 0.1 * added
-    assert many["c_call"] - few["c_call"] <= 4 * added
+    assert many["c_call"] - few["c_call"] <= 1 * added
 
 
 def test_a_load_of_an_optimizer_costs_a_few_calls_a_tensor(tmp_path):
