@@ -59,6 +59,7 @@ class Resumption:
         self._strict = strict
         self._fetching = fetching
         self._source: StateSource | None = None
+        self._compared: tuple[Checkpoint, StateSource] | None = None
         self._unclaimed: set[str] = set()
         self.report: LoadReport | None = None
         self.rng: Mapping[str, Any] | None = None
@@ -77,6 +78,7 @@ class Resumption:
         source = self._source_of(checkpoint)
         late = set(source.trees) - set(self._tracked) - set(RESERVED_ITEMS)
         self._tracked.check(source, expected=late)
+        self._compared = checkpoint, source
 
     def tell(self) -> None:
         """Put into the report, and into the log, what a user should know about the resume."""
@@ -116,7 +118,7 @@ class Resumption:
             DamagedError: Bytes that do not match their checksum; another checkpoint must be
                 restored over what was changed.
         """
-        source = self._source_of(checkpoint)
+        source = self._source_to_restore(checkpoint)
         late = set(source.trees) - set(self._tracked) - set(RESERVED_ITEMS)
         before = tuple(self._broken_off)
         self.report = self._tracked.restore(source, expected=late, on_begin=self._broken_off.append)
@@ -130,6 +132,19 @@ class Resumption:
         self.interval = checkpoint.manifest.interval
         if late:
             self._writer.protected.add(checkpoint.manifest.name)
+
+    def _source_to_restore(self, checkpoint: Checkpoint) -> StateSource:
+        """Return the source that was compared before, if it is the very same checkpoint.
+
+        What it has read by now was held against the checksums in that commit.
+        """
+        compared, self._compared = self._compared, None
+        if compared is not None:
+            before, source = compared
+            is_same = before.manifest == checkpoint.manifest and before.url == checkpoint.url
+            if is_same and before.manifest.layout == "milepost":
+                return source
+        return self._source_of(checkpoint)
 
     def claim(self, name: str, target: Any) -> None:
         """Restore an object that was tracked after the resume; before it, do nothing.

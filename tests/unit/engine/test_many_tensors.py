@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import milepost as mp
+from milepost.checkpoint import open_checkpoint
 from milepost.engine.plan import make_plan
+from milepost.engine.read import CheckpointSource
 from milepost.state.tracked import Tracked
 
 
@@ -141,3 +143,37 @@ def test_what_was_frozen_and_trained_in_turns_is_planned_anew():
     assert frozen is not plan
     assert {part.is_frozen for part in frozen.parts} == {True, False}
     assert make_plan(tracked.capture(), frozen) is frozen
+
+
+def test_a_resume_reads_the_tables_of_what_it_compares_once(tmp_path, monkeypatch):
+    """It compares before a session is opened, and restores afterwards."""
+    model = nn.Linear(2, 2)
+    with mp.Checkpointer(tmp_path, model=model, handle_signals=False) as run:
+        run.save("a", wait=True)
+    read = []
+    find = CheckpointSource._table_of_parts
+    monkeypatch.setattr(
+        CheckpointSource,
+        "_table_of_parts",
+        lambda self, item: read.append(item) or find(self, item),
+    )
+    live = nn.Linear(2, 2)
+    with mp.Checkpointer(tmp_path, model=live, handle_signals=False) as run:
+        assert run.resumed_from == "a"
+    assert read.count("model") == 1
+    assert torch.equal(live.weight, model.weight)
+
+
+def test_what_was_compared_is_not_what_is_restored_if_another_took_its_place(tmp_path):
+    """A checkpoint is known by its commit, and not by its name."""
+    models = [nn.Linear(2, 2) for _ in range(2)]
+    for number, model in enumerate(models):
+        with mp.Checkpointer(tmp_path / str(number), model=model, handle_signals=False) as run:
+            run.save("a", wait=True)
+    live = nn.Linear(2, 2)
+    resumption = mp.Checkpointer(tmp_path / "live", model=live, handle_signals=False)._resumption
+    resumption.check(open_checkpoint(tmp_path / "0" / "a"))
+    (tmp_path / "0" / "a").rename(tmp_path / "old")
+    (tmp_path / "1" / "a").rename(tmp_path / "0" / "a")
+    resumption.resume(open_checkpoint(tmp_path / "0" / "a"))
+    assert torch.equal(live.weight, models[1].weight)
