@@ -370,13 +370,8 @@ class BlockReads:
                     with self._workers.touching():
                         target[:] = np.frombuffer(hot, dtype=np.uint8)
                     at += len(hot)
-            entry, number = file.entry, block.number
-            if found != entry.crcs[number]:
-                read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)
-                rest = block.parts
-            self._fill(block, data, rest)
-            for listener in self._listeners:
-                listener(len(data))
+            self._finish(file, reader, block, data, rest, found=found)
+            self._tell(len(data))
 
     def _copy_cached(
         self, file: _File, reader: CachedReader, block: _Block, data: memoryview
@@ -391,6 +386,19 @@ class BlockReads:
                     reader.copy_into(at, hot)
                 found = crc32c(hot, found)
                 at += len(hot)
+        self._finish(file, reader, block, data, rest, found=found)
+
+    def _finish(
+        self,
+        file: _File,
+        reader: Reader,
+        block: _Block,
+        data: memoryview,
+        rest: list[Range | Batch],
+        *,
+        found: int,
+    ) -> None:
+        """Check a block most of which is in its place already, and copy the rest from ``data``."""
         entry, number = file.entry, block.number
         if found != entry.crcs[number]:
             read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)

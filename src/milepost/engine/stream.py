@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from typing import overload
+from collections.abc import Callable, Sequence
 
-from ..format.digest import BLOCK_BYTES, block_count
+from ..format.digest import BLOCK_BYTES
 from ..format.header import StoredTensor
 from ..stores.pages import page_memory
+from .demand import BlocksOnDemand
 from .write import SizedJob
 
 __all__ = ["Fill", "part_job"]
@@ -54,37 +54,20 @@ def part_job(
     return SizedJob(key, path, _Blocks(fill, size), size)
 
 
-class _Blocks(Sequence[memoryview]):
-    """The blocks of a file; each is made when it is asked for, in memory of the asking thread.
+class _Blocks(BlocksOnDemand):
+    """The blocks of a file; each is made in memory of the thread that asks for it.
 
     A block is good until the same thread asks for the next one.
     """
 
-    def __init__(self, fill: Fill, num_bytes: int) -> None:
+    def __init__(self, fill: Fill, size_bytes: int) -> None:
+        super().__init__(size_bytes)
         self._fill = fill
-        self._num_bytes = num_bytes
 
-    def __len__(self) -> int:
-        return block_count(self._num_bytes)
-
-    def __iter__(self) -> Iterator[memoryview]:
-        return (self[index] for index in range(len(self)))
-
-    @overload
-    def __getitem__(self, index: int) -> memoryview: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
-
-    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
-        if isinstance(index, slice):
-            raise TypeError("blocks are made one at a time")
-        start = index * BLOCK_BYTES
-        length = min(BLOCK_BYTES, self._num_bytes - start)
-        if not 0 <= start < self._num_bytes:
-            raise IndexError(index)
-        view = _own_block()[:length]
-        self._fill(start, view)
+    def make(self, index: int, num_bytes: int) -> memoryview:
+        """See ``BlocksOnDemand``."""
+        view = _own_block()[:num_bytes]
+        self._fill(index * BLOCK_BYTES, view)
         return view
 
 

@@ -24,17 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import torch
 from torch import Tensor
 
 from ..errors import DeadlineError
-from ..format.digest import BLOCK_BYTES, block_count, crc32c
+from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.manifest import FileEntry
 from ..state.batch_in_hand import version_of
 from ..tensors.pack import PackedItem
 from .arena import Arena
+from .demand import BlocksOnDemand
 from .filled import Filled
 from .filling import blocks_of, bytes_of, copy_bytes, is_plain, synchronize
 from .pinned import cuda_devices, side_streams
@@ -233,29 +233,16 @@ class Stream(Filled):
         self._require_wanted()
 
 
-class _Streamed(Sequence[memoryview]):
+class _Streamed(BlocksOnDemand):
     """The blocks of a part, each of which is there from its assembly until it is written."""
 
     def __init__(self, stream: Stream, first: int, size_bytes: int) -> None:
+        super().__init__(size_bytes)
         self._stream = stream
         self._first = first
-        self._size_bytes = size_bytes
 
-    def __len__(self) -> int:
-        return block_count(self._size_bytes)
-
-    @overload
-    def __getitem__(self, index: int) -> memoryview: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
-
-    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
-        if isinstance(index, slice):
-            raise TypeError("blocks are taken one at a time")
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        num_bytes = min(BLOCK_BYTES, self._size_bytes - index * BLOCK_BYTES)
+    def make(self, index: int, num_bytes: int) -> memoryview:
+        """See ``BlocksOnDemand``; another thread makes it."""
         return self._stream.take(self._first + index, num_bytes)
 
     def checksum(self, index: int) -> int | None:

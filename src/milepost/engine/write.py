@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, overload, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ..format.digest import BLOCK_BYTES, block_count, crc32c
 from ..format.manifest import FileEntry
 from ..stores.base import LastingWriter, Store, Writer
+from .demand import BlocksOnDemand
 from .framing import FrameCost, FrameStream, Packing
 from .workers import Workers
 
@@ -164,7 +165,7 @@ def copied_job(
     return SizedJob(key, path, _Awaited(data, wait, sum_of), len(data), is_lasting=True)
 
 
-class _Awaited(Sequence[memoryview]):
+class _Awaited(BlocksOnDemand):
     """The blocks of memory that is being filled."""
 
     def __init__(
@@ -173,28 +174,16 @@ class _Awaited(Sequence[memoryview]):
         wait: Callable[[int], None],
         sum_of: Callable[[int], int | None],
     ) -> None:
+        super().__init__(len(data))
         self._data = data
         self._wait = wait
         self._sum_of = sum_of
 
-    def __len__(self) -> int:
-        return block_count(len(self._data))
-
-    @overload
-    def __getitem__(self, index: int) -> memoryview: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
-
-    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
-        if isinstance(index, slice):
-            raise TypeError("blocks are awaited one at a time")
+    def make(self, index: int, num_bytes: int) -> memoryview:
+        """See :class:`BlocksOnDemand`; it is there already, or soon."""
         start = index * BLOCK_BYTES
-        if not 0 <= start < len(self._data):
-            raise IndexError(index)
-        block = self._data[start : start + BLOCK_BYTES]
-        self._wait(start + len(block))
-        return block
+        self._wait(start + num_bytes)
+        return self._data[start : start + num_bytes]
 
     def checksum(self, index: int) -> int | None:
         """See :class:`SummedBlocks`."""

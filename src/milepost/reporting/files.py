@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
 
+from ..engine.demand import BlocksOnDemand
 from ..engine.write import write_files
 from ..errors import DamagedError, FormatError, MissingError, UsageError, storage_error
-from ..format.digest import BLOCK_BYTES, block_count, crc32c
+from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.layout import ATTEMPT, DELETED, MANIFEST, METADATA, check_key
 from ..format.manifest import FileEntry
 from ..stores.base import Store
@@ -178,27 +178,18 @@ class _Buffers(threading.local):
         self.pages = memoryview(page_memory(BLOCK_BYTES))
 
 
-class _Blocks(Sequence[memoryview]):
+class _Blocks(BlocksOnDemand):
     """The blocks of a file, read when they are asked for. The next one takes the same memory."""
 
     def __init__(self, file: LocalFile, buffers: _Buffers) -> None:
+        super().__init__(file.size_bytes)
         self._file = file
         self._buffers = buffers
 
-    def __len__(self) -> int:
-        return block_count(self._file.size_bytes)
-
-    @overload
-    def __getitem__(self, index: int) -> memoryview: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
-    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
-        if isinstance(index, slice):
-            raise TypeError("a block at a time: they share their memory")
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def make(self, index: int, num_bytes: int) -> memoryview:
+        """See ``BlocksOnDemand``."""
         start = index * BLOCK_BYTES
-        view = self._buffers.pages[: min(BLOCK_BYTES, self._file.size_bytes - start)]
+        view = self._buffers.pages[:num_bytes]
         try:
             fd = os.open(self._file.source, os.O_RDONLY | os.O_CLOEXEC)
             try:
