@@ -159,14 +159,14 @@ def test_a_block_that_failed_is_tried_again():
 
 def test_a_joined_part_is_written_block_by_block(monkeypatch):
     """By several threads at once, each with memory of its own."""
-    from milepost.engine import stream, write
+    from milepost.engine import demand, stream, write
     from milepost.engine.write import write_files
     from milepost.format.digest import crc32c
     from milepost.testing.saver import read_key
 
-    for module in (stream, write):
+    for module in (demand, stream, write):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(stream, "block_count", lambda size: -(-size // 4096))
+    monkeypatch.setattr(demand, "block_count", lambda size: -(-size // 4096))
     monkeypatch.setattr(write, "block_count", lambda size: -(-size // 4096))
     rng = random.Random(1)
     files = {"a": bytearray(), "b": bytearray()}
