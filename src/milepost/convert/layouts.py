@@ -1,12 +1,13 @@
 """Recognise what a foreign file holds, and turn it into items by name.
 
 Known layouts: the state and RNG of a Trainer (``{"state": ..., "rng": ...}``), also as Composer
-spelt it over the years; VISSL; Lightning; and a bare state dict. All pure: no files here.
+spelt it over the years; VISSL; the dictionaries of hand-written loops, tutorials and Lightning, in
+which the weights lie beside the optimizer; and a bare state dict. All pure: no files here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from ..errors import FormatError
 __all__ = ["items_of", "name_positions"]
 
 _WRAPPERS = ("module.", "_orig_mod.")
+_WEIGHTS = ("model", "model_state_dict", "state_dict")
+_OPTIMIZERS = ("optimizer", "optimizer_state_dict")
+_SCHEDULERS = ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_scheduler_state_dict")
 _DDP_FLAGS = ("is_model_ddp", "_is_model_ddp", "is_model_ddp_wrapped", "_is_model_ddp_wrapped")
 
 
@@ -27,22 +31,24 @@ def items_of(value: Any) -> dict[str, Any]:
       old Composer names are dropped, and its RNG states are written as ours are.
     - VISSL's ``classy_state_dict``: the item ``model``, with ``trunk.`` and ``heads.`` before the
       names. Weights only.
-    - Lightning's ``state_dict``: the item ``model``. Weights only.
+    - ``{"model": ..., "optimizer": ..., "scheduler": ...}``, as most loops write it, also with
+      ``_state_dict`` behind the names: items of these names. ``state_dict`` is the model too, as
+      Lightning has it. What else is there, such as the epoch, is left out.
     - A bare state dict: the item ``model``.
 
     Prefixes of wrappers (``module.``, ``_orig_mod.``) are taken off when all names have them. An
     optimizer whose parameters are numbered gets names as :func:`name_positions` says.
 
     Raises:
-        FormatError: None of these; the message lists what was found at the top.
+        FormatError: None of these, or weights under two names; the message lists what was found.
     """
     if isinstance(value, Mapping):
         if isinstance(value.get("state"), Mapping) and "param_groups" not in value:
             return _trainer_items(value)
         if isinstance(value.get("classy_state_dict"), Mapping):
             return {"model": _vissl_weights(value["classy_state_dict"])}
-        if _is_state_dict(value.get("state_dict")):
-            return {"model": _without_wrappers(value["state_dict"])}
+        if any(_is_state_dict(value.get(key)) for key in _WEIGHTS):
+            return _loop_items(value)
         if _is_state_dict(value):
             return {"model": _without_wrappers(value)}
     raise FormatError(
@@ -114,6 +120,28 @@ def _trainer_items(value: Mapping[str, Any]) -> dict[str, Any]:
     return items
 
 
+def _loop_items(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what loops keep by habit: the weights, and beside them optimizer and scheduler."""
+
+    def find(keys: Sequence[str], is_such: Callable[[Any], bool]) -> Any:
+        found = [key for key in keys if is_such(value.get(key))]
+        if len(found) > 1:
+            raise FormatError(
+                f"The file holds {' and '.join(found)}, and nothing says which one is meant.",
+                hint="Load the file with torch, and hand the one you want to load_state_dict.",
+            )
+        return value[found[0]] if found else None
+
+    items: dict[str, Any] = {"model": _without_wrappers(find(_WEIGHTS, _is_state_dict))}
+    optimizer = find(_OPTIMIZERS, _is_optimizer)
+    if optimizer is not None:
+        items["optimizer"] = name_positions(optimizer, items["model"])
+    scheduler = find(_SCHEDULERS, lambda one: isinstance(one, Mapping))
+    if scheduler is not None:
+        items["scheduler"] = scheduler
+    return items
+
+
 def _vissl_weights(value: Mapping[str, Any]) -> dict[str, Any]:
     base = value.get("base_model")
     model = base.get("model") if isinstance(base, Mapping) else None
@@ -155,8 +183,12 @@ def _without_wrappers(state: Mapping[str, Any], *, is_wrapped: bool = False) -> 
     return named
 
 
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"state", "param_groups"} <= set(value)
+
+
 def _is_numbered(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not {"state", "param_groups"} <= set(value):
+    if not _is_optimizer(value):
         return False
     groups = value["param_groups"]
     return isinstance(groups, Sequence) and all(

@@ -57,6 +57,47 @@ def test_lightning_keeps_the_weights():
     assert found == {"model": weights}
 
 
+@pytest.mark.parametrize("key", ["model", "model_state_dict", "state_dict"])
+@pytest.mark.parametrize("suffix", ["", "_state_dict"])
+def test_what_most_loops_write_is_taken_by_habit(key, suffix):
+    """Such files are the commonest of all: weights, optimizer and scheduler beside the epoch."""
+    weights = {"module.a.weight": torch.ones(4, 3), "module.a.bias": torch.ones(4)}
+    value = {
+        "epoch": 5,
+        key: weights,
+        f"optimizer{suffix}": numbered([(4, 3), (4,)]),
+        f"scheduler{suffix}": {"last_epoch": 5},
+        "loss": 0.1,
+        "args": {"lr": 0.1},
+    }
+    found = items_of(value)
+    assert list(found) == ["model", "optimizer", "scheduler"]
+    assert list(found["model"]) == ["a.weight", "a.bias"]
+    assert list(found["optimizer"]["state"]) == ["a.weight", "a.bias"]
+    assert found["scheduler"] == {"last_epoch": 5}
+
+
+def test_what_is_no_optimizer_is_not_taken_for_one():
+    """The key may hold the name of one, or its options."""
+    weights = {"w": torch.ones(1)}
+    assert items_of({"model": weights, "optimizer": "adamw"}) == {"model": weights}
+    assert items_of({"model": weights, "optimizer": {"lr": 0.1}}) == {"model": weights}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"state_dict": {"w": torch.zeros(1)}},
+        {"optimizer": numbered([(1,)]), "optimizer_state_dict": numbered([(1,)])},
+    ],
+    ids=["weights", "optimizers"],
+)
+def test_two_of_one_kind_are_refused(more):
+    """One of them may be an average of the other: which is wanted is the user's to say."""
+    with pytest.raises(FormatError, match="nothing says which"):
+        items_of({"model": {"w": torch.ones(1)}, **more})
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -65,6 +106,8 @@ def test_lightning_keeps_the_weights():
         [torch.ones(1)],
         torch.ones(1),
         {"state": {0: {}}, "param_groups": []},
+        {"model": {"w": torch.ones(1), "config": {}}, "epoch": 1},
+        {"model": {}, "optimizer": {"state": {}, "param_groups": []}},
         {"classy_state_dict": {"base_model": {}}},
         {"classy_state_dict": {"base_model": {"model": {"trunk": None}}}},
     ],
