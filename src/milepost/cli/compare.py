@@ -1,15 +1,23 @@
-"""What differs between two checkpoints."""
+"""What differs between two checkpoints.
+
+How long a training took says nothing of its state, and no two runs take equally long, not even one
+that was resumed bit for bit. It is told beside and counts as no difference.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..errors import MissingError
 from .contents import Contents, TensorRow, same_bytes
 from .trees import flatten
 
-__all__ = ["Change", "Comparison", "compare", "measure_changes"]
+__all__ = ["Change", "Comparison", "compare", "measure_changes", "only_items"]
+
+_CLOCKS = ("timer['wall_s']",)
+"""Where seconds of this machine are counted; see ``progress/timer.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +50,18 @@ class Comparison:
     Attributes:
         tensors: Tensors that differ, each with its rows in the two checkpoints.
         others: What differs besides.
+        clocks: Seconds that were counted, where they differ; no difference.
         num_equal: How many tensors are equal, byte for byte.
     """
 
     tensors: list[tuple[Change, TensorRow | None, TensorRow | None]]
     others: list[Change]
+    clocks: list[Change]
     num_equal: int
 
     @property
     def is_equal(self) -> bool:
-        """Return whether nothing differs."""
+        """Return whether nothing differs that counts."""
         return not self.tensors and not self.others
 
 
@@ -70,7 +80,35 @@ def compare(a: Contents, b: Contents) -> Comparison:
             num_equal += 1
         else:
             changes.append((change, left, right))
-    return Comparison(changes, _compare_rest(a.trees, b.trees), num_equal)
+    rest = _compare_rest(a.trees, b.trees)
+    others = [change for change in rest if not _is_clock(change)]
+    clocks = [change for change in rest if _is_clock(change)]
+    return Comparison(changes, others, clocks, num_equal)
+
+
+def only_items(a: Contents, b: Contents, items: Collection[str]) -> tuple[Contents, Contents]:
+    """Return the two with nothing but these items.
+
+    Raises:
+        MissingError: None of the two has one of them.
+    """
+    known = list(dict.fromkeys([*a.trees, *b.trees]))
+    for item in items:
+        if item not in known:
+            raise MissingError(
+                f"None of the two holds an item {item!r}.",
+                hint=f"There are: {', '.join(known)}.",
+                item=item,
+            )
+    one, other = (
+        replace(
+            contents,
+            trees={item: tree for item, tree in contents.trees.items() if item in items},
+            tensors={key: row for key, row in contents.tensors.items() if key[0] in items},
+        )
+        for contents in (a, b)
+    )
+    return one, other
 
 
 def measure_changes(a: Contents, b: Contents, comparison: Comparison) -> Comparison:
@@ -90,7 +128,11 @@ def measure_changes(a: Contents, b: Contents, comparison: Comparison) -> Compari
                     change, max_abs=distance.max_abs, relative_l2=distance.relative_l2
                 )
         measured.append((change, left, right))
-    return Comparison(measured, comparison.others, comparison.num_equal)
+    return replace(comparison, tensors=measured)
+
+
+def _is_clock(change: Change) -> bool:
+    return change.kind == "changed" and change.path in _CLOCKS
 
 
 def _compare_tensor(

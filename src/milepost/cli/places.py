@@ -35,6 +35,19 @@ class Located:
     found: Found | None = None
     is_by_run: bool = False
 
+    def called(self, place: str) -> str:
+        """Return what to call it in a text: as it was typed, with its name where that lacks it.
+
+        Args:
+            place: What it was found by.
+        """
+        place = place.rstrip("/")
+        name = self.checkpoint.name
+        if self.is_by_run:
+            return f"{place}/{name}"
+        above, _, last = place.rpartition("/")
+        return f"{above}/{name}" if above and last == LATEST else place
+
 
 def path_of(place: str) -> Path:
     """Return the local path that was meant: with ``~``, or as ``file:///``.

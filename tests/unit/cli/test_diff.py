@@ -113,3 +113,47 @@ def test_diff_top_cuts_the_text_and_says_so(milepost, make_run):
     assert text.count("model/w") == 2
     assert "3 more tensors" in text
     assert len(milepost.json("diff", "--top", "2", *places, code=1)["tensors"]) == 5
+
+
+def test_diff_does_not_count_how_long_it_took(milepost, make_run):
+    """A resume that is right bit for bit took other seconds: equal, and the seconds are told."""
+    maker = make_run()
+    maker.save("one", weights=WEIGHTS, values={"batch": 4, "wall_s": 1.5})
+    maker.save("two", weights=WEIGHTS, values={"batch": 4, "wall_s": 2.25})
+    maker.save("old", weights=WEIGHTS, values={"batch": 4})
+    one, two, old = (maker.folder / name for name in ("one", "two", "old"))
+    found = milepost.json("diff", one, two)
+    assert found["is_equal"] is True
+    assert found["values"] == []
+    assert found["not_counted"] == [{"path": "timer['wall_s']", "before": "1.5", "after": "2.25"}]
+    text = milepost("diff", one, two).stdout
+    assert "0 other differences" in text
+    assert "not counted: timer['wall_s'], the time it took: 1.5 s -> 2.25 s" in text
+    assert milepost.json("diff", one, old, code=1)["values"][0]["path"] == "timer['wall_s']"
+
+
+def test_diff_of_the_items_that_were_named(milepost, make_run):
+    """Other values do not count then; an item that neither has is no answer of "equal"."""
+    maker = make_run()
+    maker.save("one", weights=WEIGHTS, values={"batch": 4})
+    maker.save("two", weights=WEIGHTS, values={"batch": 5})
+    one, two = maker.folder / "one", maker.folder / "two"
+    found = milepost.json("diff", "--only", "model", one, two)
+    assert (found["is_equal"], found["num_equal_tensors"]) == (True, 2)
+    found = milepost.json("diff", "--only", "timer", one, two, code=1)
+    assert found["num_equal_tensors"] == 0
+    assert [change["path"] for change in found["values"]] == ["timer['batch']"]
+    told = milepost("diff", "--only", "modle", one, two, code=3).stderr
+    assert "'modle'" in told
+    assert "model, timer" in told
+
+
+def test_diff_says_of_which_runs(milepost, make_run):
+    """Two runs name their checkpoints alike: "ep4 -> ep4" would not say which is which."""
+    for name in ("a", "b"):
+        make_run(name).save("ep4", weights=WEIGHTS, values={})
+    first = make_run("c").folder.parent
+    text = milepost("diff", first / "a", f"{first}/b/latest").stdout
+    assert text.startswith(f"{first}/a/ep4 -> {first}/b/ep4: ")
+    text = milepost("diff", first / "a" / "ep4", first / "b" / "ep4").stdout
+    assert text.startswith(f"{first}/a/ep4 -> {first}/b/ep4: ")

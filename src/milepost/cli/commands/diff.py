@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..compare import Change, Comparison, compare, measure_changes
+from ..compare import Change, Comparison, compare, measure_changes, only_items
 from ..contents import read_contents
 from ..exits import Exit
 from ..places import locate
-from ..render import Column, count_text, print_json, print_table, size_text
+from ..render import Column, count_text, print_json, print_table, size_text, span_text
 
 __all__ = ["diff"]
 
@@ -36,6 +36,9 @@ def diff(
     values: Annotated[
         bool, typer.Option("--values", help="Measure how far tensors are apart; needs torch.")
     ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="ITEM", help="Only this item; may be repeated.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Print at most so many of each kind.")] = 20,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print an object, with everything.")
@@ -43,10 +46,14 @@ def diff(
 ) -> None:
     """Compare two checkpoints: tensors by their bytes, the rest by value.
 
-    Equal checksums are taken for equal bytes. Ends with 1 if anything differs.
+    Equal checksums are taken for equal bytes. Ends with 1 if anything differs. That two runs took
+    not equally long is told, and counts as no difference.
     """
-    left, right = locate(a).checkpoint, locate(b).checkpoint
+    found, against = locate(a), locate(b)
+    left, right = found.checkpoint, against.checkpoint
     one, other = read_contents(left), read_contents(right)
+    if only:
+        one, other = only_items(one, other, only)
     comparison = compare(one, other)
     if values:
         comparison = measure_changes(one, other, comparison)
@@ -54,7 +61,7 @@ def diff(
     if as_json:
         print_json(_record(left.url, right.url, changes, comparison))
     else:
-        _print(left.name, right.name, changes, comparison, top=top)
+        _print(found.called(a), against.called(b), changes, comparison, top=top)
     if not comparison.is_equal:
         raise typer.Exit(Exit.DAMAGED)
 
@@ -88,6 +95,9 @@ def _print(a: str, b: str, changes: Sequence[Change], comparison: Comparison, *,
     rows = [[c.path, c.kind, _short(c.before), _short(c.after)] for c in others[:top]]
     print_table(_OTHER_COLUMNS, rows)
     _print_more(len(others) - top, "values")
+    for clock in comparison.clocks:
+        before, after = (span_text(float(text)) for text in (clock.before, clock.after))
+        print(f"not counted: {clock.path}, the time it took: {before} -> {after}")
 
 
 def _print_more(count: int, what: str) -> None:
@@ -135,5 +145,9 @@ def _record(a: str, b: str, changes: Sequence[Change], comparison: Comparison) -
                 "after": change.after or None,
             }
             for change in comparison.others
+        ],
+        "not_counted": [
+            {"path": clock.path, "before": clock.before, "after": clock.after}
+            for clock in comparison.clocks
         ],
     }
