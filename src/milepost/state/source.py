@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -202,7 +203,8 @@ def load_tree(
         made: dict[str, Tensor | Run] = {
             key: given[key] if key in given else new_tensor(infos[key]) for key in keys
         }
-    source.read([(item, key, tensor) for key, tensor in made.items()])
+        wanted = list(zip(repeat(item), made, made.values()))
+    source.read(wanted)
 
     def get(key: str) -> Tensor | Run:
         if key not in made:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -234,6 +235,19 @@ class Tracked:
         )
         return [*items, setup]
 
+    @contextmanager
+    def _names_for(self, part: Part) -> Iterator[None]:
+        """Find the names of parameters once for an optimizer, which asks for them several times.
+
+        Of several optimizers each has them anew: what is restored between may change a model.
+        """
+        if isinstance(part, OptimizerPart):
+            self._names_now[:] = [self.parameter_names()]
+        try:
+            yield
+        finally:
+            self._names_now.clear()
+
     def _pack(self, name: str, part: Part) -> PackedItem:
         is_spread = part.spread() is not None and self._homes[name] == "all"
         return self._packings[name].pack(
@@ -273,8 +287,9 @@ class Tracked:
         if on_begin is not None:
             on_begin(report)
         for name in sorted(present, key=self._order):
-            with restoring(source.name, name):
-                self._parts[name].apply(source, name, report)
+            part = self._parts[name]
+            with restoring(source.name, name), self._names_for(part):
+                part.apply(source, name, report)
         if "setup" in source.trees:
             with restoring(source.name, "setup"):
                 stored = load_item(source, "setup")
@@ -303,8 +318,9 @@ class Tracked:
             known = {*self._parts, *RESERVED_ITEMS, *expected}
             report.unexpected.extend(name for name in source.trees if name not in known)
         for name in present:
-            with restoring(source.name, name):
-                self._parts[name].check(source, name, report)
+            part = self._parts[name]
+            with restoring(source.name, name), self._names_for(part):
+                part.check(source, name, report)
         if "setup" in source.trees:
             with restoring(source.name, "setup"):
                 stored = load_item(source, "setup")

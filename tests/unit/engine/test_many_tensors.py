@@ -129,8 +129,8 @@ def test_a_load_of_an_optimizer_costs_a_few_calls_a_tensor(tmp_path):
     few, many = (calls_of_load(tmp_path / str(num), num, has_optimizer=True) for num in (50, 250))
     added = 200 * 8
     per_tensor = {event: (many[event] - few[event]) / added for event in ("call", "c_call")}
-    assert per_tensor["call"] <= 55, per_tensor
-    assert per_tensor["c_call"] <= 80, per_tensor
+    assert per_tensor["call"] <= 25, per_tensor
+    assert per_tensor["c_call"] <= 45, per_tensor
 
 
 def test_what_was_frozen_and_trained_in_turns_is_planned_anew():

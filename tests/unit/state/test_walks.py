@@ -216,6 +216,25 @@ def test_an_unchanged_module_is_walked_through_once(monkeypatch):
     assert tracked.parameter_names() is names
 
 
+def test_a_restore_finds_names_once_for_each_optimizer(monkeypatch):
+    """And anew after a model was restored, which may have other parameters for it."""
+    model = new_model()
+    tracked = Tracked()
+    tracked.add("model", model)
+    tracked.add("optimizer", torch.optim.SGD(list(model.parameters()), lr=0.1, momentum=0.9))
+    source = MemorySource.from_packed("a", tracked.capture())
+    found = []
+    init = ParameterNames.__init__
+    monkeypatch.setattr(
+        ParameterNames, "__init__", lambda self, models: found.append(1) or init(self, models)
+    )
+    tracked.restore(source)
+    assert not found
+    model.register_load_state_dict_post_hook(lambda module, keys: untie(module))
+    tracked.restore(source)
+    assert len(found) == 1
+
+
 def test_within_a_save_a_module_is_looked_at_once(monkeypatch):
     """Five parts of a save ask for its names."""
     model = new_model()
