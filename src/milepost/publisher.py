@@ -24,6 +24,7 @@ from .runs.prune import decide, prune
 from .runs.publish import Claim, abandon, claim, point_latest, publish
 from .runs.scan import State, scan
 from .runs.sessions import Session
+from .runs.unranked import Unranked
 from .stores.base import Store
 from .version import __version__
 
@@ -61,6 +62,7 @@ class Publisher:
         self._attempt = 0
         self._held: Claim | None = None
         self._manifests = ManifestCache()
+        self._unranked = Unranked(self._options.keep)
 
     def claim(self, name: str) -> Claim:
         """Take a folder, and remove what is left of an attempt that came to nothing.
@@ -158,6 +160,7 @@ class Publisher:
     def _prune(self, session: Session) -> None:
         try:
             view = scan(self.store, self._manifests)
+            self._unranked.look(view)
             report = prune(self.store, decide(view, self._options.keep), session=session, view=view)
         except FencedError:
             raise

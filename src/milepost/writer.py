@@ -38,6 +38,7 @@ from .runs.prune import decide, delete_checkpoint, prune
 from .runs.publish import point_latest
 from .runs.scan import State, read_manifest, scan
 from .runs.sessions import Session
+from .runs.unranked import Unranked
 from .staging import BY_HAND, EAGER_ASKED, LAST_SAVE, SEVERAL_RANKS, WRITTEN_TO
 from .state.owned import Late
 from .state.sizes import Sizes
@@ -87,6 +88,7 @@ class RunWriter:
         self._saver: Saver[Checkpoint] | None = None
         self._unsettled: list[PendingSave[Checkpoint]] = []
         self._manifests = ManifestCache()
+        self._unranked = Unranked(options.keep)
         self._num_failed = 0
         self._only_warned: tuple[str, BaseException] | None = None
         self._is_wary = False
@@ -409,6 +411,7 @@ class RunWriter:
     def _prune(self) -> None:
         try:
             view = scan(self.store, self._manifests)
+            self._unranked.look(view)
             decisions = decide(view, self.options.keep, protect=frozenset(self.protected))
             if self.options.save_format == "torch":
                 # Before the checkpoints go: a stop in between leaves no name without a checkpoint.

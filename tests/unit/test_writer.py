@@ -178,3 +178,25 @@ def test_what_a_session_goes_on_from_is_chosen_by_commits_read_after_it_began():
     read = store.operations[begun:chosen]
     assert {f"get {name}/manifest.json" for name in ("ba1", "ba2", "ba3")} <= set(read)
     writer.close()
+
+
+def test_a_metric_that_no_checkpoint_has_is_told_of_once(caplog):
+    """KeepBest keeps everything then, which shows only when the disk is full."""
+    store = MemoryStore()
+    writer = new_writer(store, KeepLast(2), KeepBest(1, "los"))
+    for number in range(1, 8):
+        save(writer, f"ba{number}", number=number)
+        said = [one for one in caplog.messages if "'los'" in one]
+        assert len(said) == (number >= 5)
+    writer.close()
+    assert "Was 'loss' meant?" in said[0]
+    assert len(scan(store).lineage()) == 7
+
+
+def test_nothing_is_said_of_a_metric_that_some_checkpoint_has(caplog):
+    """Checkpoints between two evaluations have none."""
+    writer = new_writer(MemoryStore(), KeepBest(4, "loss"))
+    for number in range(1, 8):
+        save(writer, f"ba{number}", number=number)
+    writer.close()
+    assert not [one for one in caplog.messages if "KeepBest" in one]

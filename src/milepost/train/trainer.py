@@ -14,7 +14,6 @@ import torch
 from ..display import training_bar
 from ..errors import NonFiniteLossError, Preempted, UsageError
 from ..fetching import Fetching
-from ..naming import NameFormat
 from ..progress.pacing import make_pacing
 from ..progress.schedule import is_auto
 from ..progress.time import Time
@@ -39,6 +38,7 @@ from .notes import close_all
 from .parallel import Parallel, check_choices, device_of, prepare, wrap
 from .places import run_directory, save_location
 from .precision import Precision, choose_scaler
+from .ranking import check_metrics_named
 from .saving import Saving
 from .seeding import choose_seed, make_deterministic, reseed, seed_everything
 from .session import Session
@@ -246,8 +246,12 @@ class Trainer:
         self._dispatch = Dispatch(state)
         self._dispatch.run(Event.INIT)
         reseed(state.seed, rank=group.rank)
-        if save_name_format:
-            NameFormat(save_name_format).check_metrics(metric_names(state.evaluators))
+        policies = as_list(keep, name="keep", method="keep")
+        check_metrics_named(
+            metric_names(state.evaluators),
+            name_format=save_name_format,
+            policies=policies if folder is not None and group.rank == 0 else (),
+        )
         metrics = training_metrics(
             state.bare_model, wanted=compute_training_metrics, given=train_metrics
         )
@@ -261,7 +265,7 @@ class Trainer:
             resume=resume,
             grace_s=grace_s,
             run_options={
-                "keep": as_list(keep, name="keep", method="keep"),
+                "keep": policies,
                 "save_format": save_format,
                 "sharding": sharding,
                 "save_compression": save_compression or None,

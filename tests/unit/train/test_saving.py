@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import milepost as mp
 from milepost.errors import ExistsError, MismatchError, MissingError, UsageError
@@ -556,3 +557,28 @@ def test_removed_attributes_are_not_restored(make, tmp_path, at, is_same_run) ->
     assert (trainer.state.rank_zero_seed, trainer.state.timer.batch) == (6, 1)
     trainer.fit()
     assert trainer.state.timer.batch == 2
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_evaluated", "told"),
+    [
+        ("loss", True, ["name it: Loss, eval/Loss."]),
+        ("los", True, ["Was 'loss' meant?"]),
+        ("Loss", True, []),
+        ("eval/Loss", True, []),
+        ("loss", False, []),
+    ],
+)
+def test_ranking_by_what_few_can_mean_is_told_of(
+    make, tmp_path, caplog, metric, is_evaluated, told
+) -> None:
+    """The loss of one batch and that of the evaluation differ by a capital only."""
+    data = DataLoader(TensorDataset(torch.ones(4, 4), torch.zeros(4, 1)))
+    make(
+        save_folder=tmp_path,
+        keep=[mp.KeepLast(1), mp.KeepBest(1, metric, "min")],
+        eval_dataloader=data if is_evaluated else None,
+    )
+    said = [one for one in caplog.messages if "keep= ranks" in one]
+    assert len(said) == len(told)
+    assert all(text in one for text, one in zip(told, said, strict=True))
