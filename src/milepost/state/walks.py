@@ -115,6 +115,9 @@ class Walk:
 
     def frozen(self) -> frozenset[str]:
         """Return the names of parameters that require no gradients now."""
+        known = _at_once.frozen
+        if known is not None and id(self) in known:
+            return known[id(self)]
         flags = list(map(_is_trained, compress(self._values(), self._is_parameter)))
         if flags != self._flags:
             self._flags = flags
@@ -122,6 +125,8 @@ class Walk:
             self._frozen = frozenset(
                 name for name, is_trained in zip(names, flags, strict=True) if not is_trained
             )
+        if known is not None:
+            known[id(self)] = self._frozen
         return self._frozen
 
     def _live(self) -> list[Any]:
@@ -154,10 +159,11 @@ def _values(tables: Sequence[Any]) -> list[Any]:
 
 
 class _AtOnce(threading.local):
-    """What one thread knows while nobody changes modules: walks, and the values in tables."""
+    """What one thread knows while nobody changes modules: walks, values, and what is frozen."""
 
     walks: dict[int, Walk] | None = None
     values: dict[int, list[Any]] | None = None
+    frozen: dict[int, frozenset[str]] | None = None
 
 
 _walks: WeakKeyDictionary[nn.Module, Walk] = WeakKeyDictionary()
@@ -184,10 +190,10 @@ def walk_of(module: nn.Module) -> Walk:
 @contextmanager
 def walked_once() -> Iterator[None]:
     """Look at each module once meanwhile, in this thread: nobody changes them."""
-    before = _at_once.walks, _at_once.values
+    before = _at_once.walks, _at_once.values, _at_once.frozen
     if _at_once.walks is None:
-        _at_once.walks, _at_once.values = {}, {}
+        _at_once.walks, _at_once.values, _at_once.frozen = {}, {}, {}
     try:
         yield
     finally:
-        _at_once.walks, _at_once.values = before
+        _at_once.walks, _at_once.values, _at_once.frozen = before

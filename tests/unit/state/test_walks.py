@@ -11,7 +11,7 @@ from torch import nn
 
 import milepost.state.model as model_part
 from milepost.errors import CheckpointError
-from milepost.state import fitting
+from milepost.state import fitting, walks
 from milepost.state.model import ModelPart
 from milepost.state.names import ParameterNames, named_parameters
 from milepost.state.report import LoadReport
@@ -250,6 +250,24 @@ def test_within_a_save_a_module_is_looked_at_once(monkeypatch):
     assert len(looked) <= 2
     with walked_once():
         assert walk_of(model) is walk_of(model)
+
+
+def test_within_a_save_it_is_found_once_what_is_frozen(monkeypatch):
+    """What is stored as frozen and what the setup says of it are one answer; a save later anew."""
+    model = new_model()
+    tracked = Tracked()
+    tracked.add("model", model)
+    tracked.capture()
+    looked = []
+    monkeypatch.setattr(walks, "_is_trained", lambda one: looked.append(1) or one.requires_grad)
+    for is_trained in (True, False):
+        model["b"].bias.requires_grad_(is_trained)
+        looked.clear()
+        items = {item.name: item for item in tracked.capture()}
+        assert len(looked) == len(walk_of(model).parameters)
+        frozen = [] if is_trained else ["b.bias", "c.0.bias"]
+        assert items["setup"].tree["models"]["model"]["frozen"] == frozen
+        assert {leaf.key for leaf in items["model"].leaves if leaf.is_frozen} == set(frozen[:1])
 
 
 def test_a_walk_keeps_nothing_alive():
