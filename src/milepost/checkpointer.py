@@ -49,6 +49,7 @@ from .state.dealt_loader import resumable
 from .state.loader import ResumableLoader
 from .state.objects import PerRank, Stateful, Value
 from .state.report import LoadReport
+from .state.small import SmallState
 from .state.stages import Stage
 from .state.tracked import Tracked
 from .state.transient import TransientBuffers
@@ -468,6 +469,7 @@ class Checkpointer:
             self.track(loader=loader)
         self._resumption.settle()
         own = self._loaders[id(loader)]
+        self._saves.after.end()
         self._saves.iterated, self._is_rolled_back = own, False
         own.set_epoch(self.timer.epoch)
         self.prepare()
@@ -485,6 +487,13 @@ class Checkpointer:
                 "The loader yielded no batch.",
                 hint="Is the data set empty, or an iterator that can be used only once?",
             )
+        self._saves.after.begin(
+            own,
+            models=self._tracked.models(),
+            optimizers={item: part.optimizer for item, _, part in self._tracked.optimizers()},
+            small=SmallState(self._tracked.small_parts(), is_timed=False),
+            loaders=self._tracked.loaders(),
+        )
 
     def step(self, *, num_samples: int = 0, num_tokens: int = 0) -> None:
         """Count one batch, save if a save is due, and end the run if a signal asked for it.
@@ -694,6 +703,7 @@ class Checkpointer:
             self._hand.put_down()
         report = self._resumption.restore(found, items=items, strict=strict)
         if items is None:
+            self._saves.after.end()
             self._is_rolled_back = self._saves.iterated is not None
         self._start_intervals()
         self._saves.saved_at = None
@@ -732,9 +742,12 @@ class Checkpointer:
         self._saves.transient = TransientBuffers(self._tracked.models())
         if self._saves.stray_note and self._is_open:
             _log.warning(self._saves.stray_note)
+        # A rank that fails alone saves nothing, and must not ask what may talk to the others.
+        is_alone = self._writer.team.world_size == 1
         self._hand.watch(
             optimizers=[part.optimizer for _, _, part in parts],
             models=self._tracked.models().values(),
+            small=SmallState(self._tracked.small_parts(), is_timed=True) if is_alone else None,
         )
 
     def _end_epoch(self, *, is_last: bool) -> None:
@@ -746,6 +759,7 @@ class Checkpointer:
         for loader in self._loaders.values():
             loader.end_epoch()
         self._saves.iterated = None
+        self._saves.after.end()
         self.timer.on_epoch_complete()
         due = self._schedule.due("epoch", self.timer.snapshot(), self, "epoch")
         if is_last or due is not None:

@@ -25,9 +25,11 @@ from .progress.pacing import Pacing
 from .progress.timer import Timer
 from .resumption import Resumption
 from .staging import LAST_SAVE
+from .state.after_batches import AfterBatches
 from .state.batch_in_hand import BatchInHand
 from .state.loader import ResumableLoader
 from .state.owned import Late
+from .state.repeated import changed_before_note, done_again_note, listed
 from .state.rng import capture_rng
 from .state.tracked import Tracked, check_item_names
 from .state.transient import TransientBuffers
@@ -73,6 +75,8 @@ class Saves:
         stray_note: A warning about parameters that are optimized and not saved, if there are any.
         transient: Watches the buffers that are not saved.
         pacing: Learns what saves cost, if it decides when they are due.
+        after: What the loop does after the last batch of an epoch.
+        epochs_note: A warning about epochs that are not counted, if there are any.
     """
 
     def __init__(
@@ -104,8 +108,10 @@ class Saves:
         self.stray_note = ""
         self.transient = TransientBuffers({})
         self.pacing: Pacing | None = None
+        self.after = AfterBatches()
+        self.epochs_note = ""
         self._steps_note = ""
-        self._is_told_of_change = False
+        self._told: set[str] = set()
         self._prepared_at: int | None = None
 
     def note_own_steps(self) -> None:
@@ -149,7 +155,7 @@ class Saves:
                 is_final=is_final,
                 time=counters,
                 metrics=numbers,
-                notes=(*self._exactness_notes(), *notes),
+                notes=(*self._exactness_notes(), *self._repetition_notes(), *notes),
                 interval={} if self.pacing is None else self.pacing.record,
             )
             is_last = is_final or reason in _LAST
@@ -207,7 +213,8 @@ class Saves:
 
         If nothing was changed since the last finished batch, the checkpoint is one to resume from:
         the batch is trained again with the random numbers it had. Otherwise the state is between
-        two steps and goes to ``failed/``, for a look and never for a resume.
+        two steps and goes to ``failed/``, for a look and never for a resume. After the last batch
+        of an epoch, what the loop does before the next one is done again in the same way.
 
         Returns:
             The save, committed; ``None`` if this point or a later one was saved already.
@@ -230,6 +237,15 @@ class Saves:
             self._hand.put_down()
             return self.save_diagnostic("failed", f"ba{self._timer.batch + 1}", extra={})
         self._hand.put_down()
+        changed = self.after.changes()
+        if changed:
+            _log.warning(
+                "The error came after the last batch of an epoch and before the epoch was counted, "
+                "and by then the loop had changed %s: this state is for a look only, since a "
+                "resume from it would change that once more.",
+                listed(changed),
+            )
+            return self.save_diagnostic("failed", f"ba{self._timer.batch}", extra={})
         is_saved = self.saved_at is not None and self.saved_at >= self._point()
         if is_saved and self._saved is not None and self._saved.exception() is None:
             return None
@@ -330,7 +346,7 @@ class Saves:
         """
         hand = self._hand
         if not hand.is_held:
-            yield None
+            yield self.after.rng  # what comes after the last batch is done again
         elif hand.is_untouched:
             rng = hand.give_back()
             if rng is None:
@@ -368,8 +384,23 @@ class Saves:
     def _exactness_notes(self) -> tuple[str, ...]:
         notes = [note for loader in self._loaders.values() for note in loader.notes]
         changed = self.transient.note()
-        if changed and not self._is_told_of_change:
-            _log.warning(changed)
-            self._is_told_of_change = True
-        notes += [note for note in (self.stray_note, self._steps_note, changed) if note]
+        if changed:
+            self._warn_once(changed, about="buffers")
+        own = (self.stray_note, self._steps_note, self.epochs_note, changed)
+        notes += [note for note in own if note]
         return tuple(dict.fromkeys(notes))
+
+    def _repetition_notes(self) -> tuple[str, ...]:
+        """Return what a resume does twice, and warn of it."""
+        if self._hand.is_given_back:
+            note = changed_before_note(self._hand.changed_small())
+        else:
+            note = done_again_note(self.after.changes())
+        if note:
+            self._warn_once(note, about="repetition")
+        return (note,) if note else ()
+
+    def _warn_once(self, note: str, *, about: str) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            _log.warning(note)

@@ -9,6 +9,9 @@ happen there. What may be saved then depends on how far the batch has come:
     stepped     the state is that after this batch.
     in between  gradients or buffers were written, and no step was taken.
 
+Beside that, something small may have changed before all of it: a scheduler, a plain value. Then the
+batch is not as good as untouched, for repeating it would change that again.
+
 A batch may also end without a step, when gradients are accumulated over several. Those gradients
 are then a part of the state. Each optimizer has steps of its own: one may step in every batch while
 another accumulates.
@@ -26,6 +29,7 @@ from torch.optim import Optimizer
 from ..errors import FormatError
 from .loader import ResumableLoader
 from .names import ParameterNames
+from .small import SmallState
 
 __all__ = ["BatchInHand", "num_samples", "version_of"]
 
@@ -39,6 +43,7 @@ class _Watched:
         parameters: All of its parameters; a frozen one may be trained later.
         is_stepped: Whether it has stepped since the newest batch was taken.
         is_partial: Whether it had gradients to add to when that batch was taken.
+        num_steps: How many steps it has begun.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -46,6 +51,7 @@ class _Watched:
         self.parameters: list[Tensor] = []
         self.is_stepped = True
         self.is_partial = False
+        self.num_steps = 0
         self.before: list[Any] = []
         self._num_groups = 0
         self._handle: Any = None
@@ -89,6 +95,7 @@ class _Watched:
 
     def _note_step(self, *_: Any) -> None:
         self.is_stepped = True
+        self.num_steps += 1
 
 
 class BatchInHand:
@@ -105,11 +112,19 @@ class BatchInHand:
         self._watched: list[_Watched] = []
         self._buffers: list[Tensor] = []
         self._versions: list[int] = []
+        self._small: SmallState | None = None
         self._is_given_back = False
 
-    def watch(self, *, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
+    def watch(
+        self,
+        *,
+        optimizers: Iterable[Optimizer],
+        models: Iterable[nn.Module],
+        small: SmallState | None = None,
+    ) -> None:
         """Begin to watch. Optimizers are watched through hooks, buffers by version counters."""
         self.release()
+        self._small = small
         known = {id(watched.optimizer): watched for watched in self._watched}
         self._watched = [known.get(id(one)) or _Watched(one) for one in optimizers]
         for watched in self._watched:
@@ -131,6 +146,8 @@ class BatchInHand:
         # Held, so that no other one can take the place of one that is replaced.
         self._buffers = list(self._live_buffers())
         self._versions = [version_of(buffer) for buffer in self._buffers]
+        if self._small is not None:
+            self._small.take()
 
     def put_down(self) -> None:
         """Note that the body is done with it."""
@@ -146,17 +163,32 @@ class BatchInHand:
         return self.num_samples is not None
 
     @property
+    def is_given_back(self) -> bool:
+        """Return whether the batch in hand counts as not taken yet."""
+        return self._is_given_back
+
+    @property
     def is_untouched(self) -> bool:
-        """Return whether the batch in hand has changed nothing yet."""
+        """Return whether nothing was computed from the batch in hand yet."""
         return self._is_unchanged(but_for_new_gradients=False)
 
     @property
     def is_undone_by_repeating(self) -> bool:
         """Return whether training the batch again makes good for what it has done so far.
 
-        Gradients are written anew, unless they add to those of batches before.
+        Gradients are written anew, unless they add to those of batches before. A scheduler that was
+        stepped would be stepped once more.
         """
-        return self._is_unchanged(but_for_new_gradients=True)
+        return self._is_unchanged(but_for_new_gradients=True) and not self.changed_small()
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many steps the watched optimizers have begun."""
+        return sum(watched.num_steps for watched in self._watched)
+
+    def changed_small(self) -> list[str]:
+        """Return what small things the batch has changed, or may have changed, by name."""
+        return [] if self._small is None else self._small.changed()
 
     def give_back(self) -> Mapping[str, Any] | None:
         """Give the batch back to its loader.

@@ -224,6 +224,15 @@ class ResumableLoader:
         self._position, self._start, self._pending = 0, None, None
         self.is_fetching = self._is_before_fetch = False
 
+    def mark(self) -> Any:
+        """Return something that differs once the loader was iterated, by other hands too.
+
+        Of a loader that keeps its own position it always differs.
+        """
+        if self.kind == "stateful":
+            return object()
+        return self._position, self._num_begun, [s.tolist() for s in self._generator_states()]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what it takes to get there again."""
         if self._pending is not None:

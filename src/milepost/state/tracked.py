@@ -175,6 +175,21 @@ class Tracked:
             found.extend((name, m, p) for m, p in members.items() if isinstance(p, OptimizerPart))
         return found
 
+    def loaders(self) -> dict[str, ResumableLoader]:
+        """Return the tracked loaders by name."""
+        return {k: v for k, v in self._objects.items() if isinstance(v, ResumableLoader)}
+
+    def small_parts(self) -> dict[str, Part]:
+        """Return by name what is no model, optimizer, loader or timer: schedulers, values."""
+        found: dict[str, Part] = {}
+        for name, part in self._parts.items():
+            members = part.members if isinstance(part, GroupPart) else {"": part}
+            for member, one in members.items():
+                is_known = isinstance(getattr(one, "target", None), ResumableLoader | Timer)
+                if isinstance(one, ObjectPart | ValuePart) and not is_known:
+                    found[f"{name}/{member}" if member else name] = one
+        return found
+
     def sizes(self) -> Sizes:
         """Return about how large the state is, by the ranks that hold it; see ``sum_sizes``."""
         optimizers = [part.optimizer for _, _, part in self.optimizers()]
@@ -203,8 +218,7 @@ class Tracked:
 
     def rank_states(self) -> dict[str, Any]:
         """Return what of loaders is a rank's own though their position is that of all ranks."""
-        loaders = {k: v for k, v in self._objects.items() if isinstance(v, ResumableLoader)}
-        states = {name: loader.rank_state() for name, loader in loaders.items()}
+        states = {name: loader.rank_state() for name, loader in self.loaders().items()}
         return {name: state for name, state in states.items() if state}
 
     def load_rank_states(self, states: Mapping[str, Any]) -> None:
