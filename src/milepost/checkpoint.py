@@ -26,6 +26,7 @@ from .runs.validations import Validation
 from .runs.verify import Level, VerifyReport, verify
 from .stores.base import Store
 from .stores.local import LocalStore
+from .stores.posix import expanded
 from .stores.prefix import PrefixStore
 from .stores.url import is_address, open_store
 from .visible import SUFFIXES, VisibleFiles
@@ -516,7 +517,7 @@ def open_checkpoint(place: Place) -> Checkpoint:
     address = os.fspath(place)
     if is_address(address):
         return _open_remote(address.rstrip("/"))
-    path = Path(place).expanduser()
+    path = expanded(place)
     if (path / MANIFEST).is_file():
         return Checkpoint(LocalStore(path), "")
     hidden = path.parent / HIDDEN
@@ -586,7 +587,7 @@ def open_source(
     try:
         return open_checkpoint(place).source(rank=rank, progress=progress, fetching=fetching)
     except MissingError:
-        path = Path(place).expanduser()
+        path = expanded(place)
         if (path / DCP_METADATA).is_file():
             from .convert.dcp import DcpSource
 

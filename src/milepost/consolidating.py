@@ -40,6 +40,7 @@ from .state.source import TensorInfo, new_tensor
 from .stores import posix
 from .stores.base import Store
 from .stores.pages import page_memory
+from .stores.posix import expanded
 from .stores.url import is_address, open_store
 from .tensors.dtypes import dtype_of_code, named_dtype
 from .tensors.unpack import leaf_tag, unpack_item
@@ -135,7 +136,7 @@ def consolidate(
             return _new_run(pieces, to if isinstance(to, Store) else open_store(to), wanted)
         if isinstance(to, Store) or is_address(os.fspath(to)):
             raise UsageError(f"A file for other programs needs a path, not {to!r}.")
-        return _file(pieces, Path(to).expanduser().absolute(), wanted, format)
+        return _file(pieces, expanded(to).absolute(), wanted, format)
 
 
 class _Pieces:

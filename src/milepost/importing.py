@@ -14,7 +14,6 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint import Checkpoint
@@ -27,6 +26,7 @@ from .format.layout import check_name, part_file, safe_name
 from .publisher import Publisher
 from .state.source import StateSource, TensorInfo, new_tensor
 from .stores.base import Store
+from .stores.posix import expanded
 from .stores.url import open_store
 from .tensors.boxes import Box
 
@@ -72,7 +72,7 @@ def import_checkpoint(
     """
     from .convert.dcp import DcpSource
 
-    path = Path(source).expanduser()
+    path = expanded(source)
     wanted = check_name(name) if name is not None else safe_name(path.absolute().stem)
     with ExitStack() as stack:
         found: StateSource

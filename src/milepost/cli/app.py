@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import sys
+import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -43,9 +47,15 @@ class _Group(TyperGroup):
             tell(error)
             raise typer.Exit(exit_of(error)) from error
         except BrokenPipeError:
-            _drop_output()
+            _drop(sys.stdout)
             raise typer.Exit(Exit.OUTPUT_CLOSED) from None
+        except typer.Abort as error:  # a question that was not answered
+            print("Nothing was done.", file=sys.stderr)
+            is_interrupt = isinstance(error.__context__, KeyboardInterrupt)
+            raise typer.Exit(Exit.INTERRUPTED if is_interrupt else Exit.USAGE) from None
 
+
+_OUTPUT_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})
 
 app = typer.Typer(
     cls=_Group,
@@ -93,25 +103,67 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 
 
 def main() -> None:
-    """Run the program and end the process with its exit code."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started us
-            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - kept to the end
-            setattr(sys, name, nowhere)
+    """Run the program and end the process with its exit code.
+
+    The codes tell what is the matter with a checkpoint. What goes wrong with the program itself, or
+    with where its output goes, must not look like one of those.
+    """
+    _open_streams()
+    code: Any = Exit.OK
     try:
         app()
-    finally:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:
-            _drop_output()
+    except SystemExit as end:
+        code = end.code
+    except KeyboardInterrupt:
+        code = Exit.INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - it is shown
+        code = _tell_failure(error)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop(sys.stdout)
+    except OSError as error:
+        code = code or _tell_failure(error)
+    sys.exit(code)
 
 
-def _drop_output() -> None:
-    """Let what is still buffered go nowhere: whoever read our output has left."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+def _tell_failure(error: Exception) -> Exit:
+    """Show what no verb expects: a mistake of ours, or an output that takes no more."""
+    # Errors of places are typed, and those of files that are opened have a name.
+    if isinstance(error, OSError) and not error.filename and error.errno in _OUTPUT_ERRNOS:
+        _drop(sys.stdout)
+        _say(f"error: The output could not be written: {error.strerror or error}.")
+    else:
+        _say("".join(traceback.format_exception(error)).rstrip())
+    return Exit.STORAGE
+
+
+def _open_streams() -> None:
+    """See to it that there is an output, and that it takes every name."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started us
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - kept to the end
+            setattr(sys, name, nowhere)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _say(text: str) -> None:
+    """Write to stderr, if that can be written to."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _drop(sys.stderr)
+
+
+def _drop(stream: TextIO) -> None:
+    """Let what is still buffered go nowhere: nobody takes it."""
+    with contextlib.suppress(io.UnsupportedOperation):  # not one of the process
+        number = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,13 @@ class Exit(IntEnum):
     ACCESS = 4
     INCOMPLETE = 5
     STORAGE = 6
+    INTERRUPTED = 130
     OUTPUT_CLOSED = 141
 
 
 CODES_TEXT = (
     "Exit codes: 0 fine, 1 damaged or different, 2 wrong usage, 3 not there, 4 access refused, "
-    "5 incomplete, 6 another error of the storage."
+    "5 incomplete, 6 another error, of the storage or of the program."
 )
 
 _CODES: tuple[tuple[type[CheckpointError], Exit], ...] = (

@@ -10,6 +10,7 @@ from ..checkpoint import Checkpoint, Run, open_checkpoint, open_run, run_store
 from ..errors import DamagedError, IncompleteError, MissingError, UsageError
 from ..format.layout import DIAGNOSTIC_FOLDERS, HIDDEN, LATEST
 from ..runs.scan import Found, State
+from ..stores.posix import expanded
 from ..stores.url import is_address
 from ..visible import SUFFIXES
 
@@ -63,7 +64,7 @@ def path_of(place: str) -> Path:
         )
     if place.startswith("file://"):
         place = unquote(urlsplit(place).path)
-    return Path(place).expanduser()
+    return expanded(place)
 
 
 def target_of(place: str) -> Path | str:

@@ -14,7 +14,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path as FilePath
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from ..errors import FormatError, MissingError, UnsupportedStateError, storage_error
 from ..state.source import MemorySource, TensorInfo
 from ..stores import posix
+from ..stores.posix import expanded
 from ..tensors.boxes import Box, overlap
 from ..tensors.dtypes import CODES, dtype_name, named_dtype
 from ..tensors.flat import Run, pieces_of
@@ -54,7 +54,7 @@ class DcpFiles:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = FilePath(folder).expanduser()
+        self.folder = expanded(folder)
         self._open: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
         self._sizes: dict[str, int | None] = {}

@@ -21,6 +21,7 @@ from ..engine.single import check_plain
 from ..errors import ExistsError, MissingError, UnsupportedStateError, UsageError, storage_error
 from ..format.header import ITEM_SIZES, encode_header
 from ..stores import posix
+from ..stores.posix import expanded
 from ..tensors.pack import pack_item
 
 __all__ = ["FORMATS", "export_checkpoint", "tied_names", "write_whole_file"]
@@ -63,7 +64,7 @@ def export_checkpoint(
     """
     if to not in FORMATS:
         raise UsageError(f"to={to!r} is not a format.", hint=f"Use one of {', '.join(FORMATS)}.")
-    path = Path(target).expanduser().absolute()
+    path = expanded(target).absolute()
     if path.is_dir():
         usual = FORMATS[to]
         path /= usual if name is None else f"{name}{Path(usual).suffix}"

@@ -20,7 +20,6 @@ import zipfile
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -33,6 +32,7 @@ from ..errors import (
     storage_error,
 )
 from ..state.source import MemorySource
+from ..stores.posix import expanded
 from .layouts import items_of
 from .numpy_data import STAND_INS, settle
 
@@ -85,7 +85,7 @@ def load_torch_file(file: str | os.PathLike[str] | BinaryIO, *, trust: bool = Fa
     if trust:
         _log.warning("Reading %s with trust=True: code in the file will run.", _name_of(file))
     if isinstance(file, str | os.PathLike):
-        path = Path(file).expanduser()
+        path = expanded(file)
         try:
             with path.open("rb") as opened:
                 return _load(opened, str(path), trust=trust)

@@ -33,6 +33,7 @@ from ..format.layout import DIAGNOSTIC_FOLDERS
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import Store, Writer
 from ..stores.local import LocalStore
+from ..stores.posix import expanded
 from .locks import leads_to, open_folder, release, try_lock
 from .private import private_folder
 
@@ -77,7 +78,7 @@ class KeptCopies:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        parent = Path(folder).expanduser().absolute()
+        parent = expanded(folder).absolute()
         self.folder = private_folder(
             parent / f"milepost-cache-{os.getuid()}", elsewhere="with local_cache="
         )

@@ -42,6 +42,7 @@ from ..format.layout import MANIFEST
 from ..format.manifest import Manifest
 from ..stores.base import Store
 from ..stores.local import LocalStore
+from ..stores.posix import expanded
 from .locks import Waiting, leads_to, open_folder, release, try_lock
 from .private import private_folder
 from .transfer import FileCopy, copy_files
@@ -111,7 +112,7 @@ def cache_folder() -> Path:
         UsageError: Somebody else could write to it.
     """
     named = os.environ.get(CACHE_VARIABLE)
-    parent = Path(named).expanduser() if named else Path(tempfile.gettempdir())
+    parent = expanded(named) if named else Path(tempfile.gettempdir())
     return private_folder(
         parent.absolute() / f"milepost-copies-{os.getuid()}",
         elsewhere=f"in the environment variable {CACHE_VARIABLE}",

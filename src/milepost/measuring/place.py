@@ -27,6 +27,7 @@ from ..format.digest import BLOCK_BYTES
 from ..runs.prune import delete_checkpoint
 from ..stores.base import Store
 from ..stores.local import LocalStore
+from ..stores.posix import expanded
 from ..stores.url import is_address, open_store
 from .figures import Limits, PlaceFigures, StateFigures
 from .limits import Clock, FolderLimits, PlaceLimits, StoreLimits, copy_s
@@ -130,7 +131,7 @@ def _scratch(place: str | os.PathLike[str]) -> Iterator[_Scratch]:
         found = _Scratch(text, target, store, StoreLimits(open_store(f"{target}/limits")))
         made: list[Path] = []
     else:
-        path = Path(text).expanduser().absolute()
+        path = expanded(text).absolute()
         made = [path / name, *(one for one in (path, *path.parents) if not one.exists())]
         folder = path / name / "limits"
         try:

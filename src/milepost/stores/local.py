@@ -22,7 +22,6 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import final
 
 from ..errors import CheckpointError, ExistsError, FormatError, MissingError, storage_error
@@ -53,7 +52,7 @@ class LocalStore:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, direct: bool = True) -> None:
-        self._root = str(Path(folder).expanduser().absolute())
+        self._root = str(posix.expanded(folder).absolute())
         self.url = f"file://{self._root}"
         self.traits = Traits(is_local=True, exclusive_create=True, hard_links=True, symlinks=True)
         self.leftovers: list[tuple[str, OSError]] = []

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "TEMPORARY_PREFIX",
     "copy_new",
     "create_file",
+    "expanded",
     "is_temporary",
     "link_new",
     "open_file",
@@ -43,6 +45,11 @@ _RENAME_REFUSED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _CHUNK_BYTES = 8 * 1024 * 1024
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+
+
+def expanded(place: str | os.PathLike[str]) -> Path:
+    """Return a path with ``~`` replaced; ``~name`` of no user stays as it is, as in a shell."""
+    return Path(os.path.expanduser(place))  # noqa: PTH111 - that of Path raises for no user
 
 
 def temporary_name() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from ..checkpoint import Checkpoint, open_checkpoint, run_store
 from ..errors import DamagedError, MissingError, UsageError
@@ -13,6 +12,7 @@ from ..runs.folders import check_folder, file_key
 from ..runs.verify import Level
 from ..runs.verify import verify as compare
 from ..stores.base import Store
+from ..stores.posix import expanded
 from ..stores.url import is_address, open_store
 from .branches import refuse_misplaced
 from .bring import Progress, Shared, bring
@@ -145,7 +145,7 @@ def _destination(found: Checkpoint, to: Place | Store, commit: Commit) -> tuple[
         return (to, "") if _is_free(to) else _below(found, to, commit)
     text = os.fspath(to)
     is_below = text.endswith("/")
-    text = text.rstrip("/") if is_address(text) else str(Path(text).expanduser().absolute())
+    text = text.rstrip("/") if is_address(text) else str(expanded(text).absolute())
     store = open_store(text)
     if is_below or not _is_free(store):
         return _below(found, store, commit)

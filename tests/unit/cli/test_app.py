@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
 import subprocess
 import sys
 
@@ -78,6 +81,95 @@ def test_a_reader_that_leaves_early_is_no_error(run):
     )
     # 141 is what other programs end with; 0 if all was taken before the reader left.
     assert done.stderr.strip() in ("141", "0")
+
+
+_FAILING = """
+import sys
+from milepost.cli import app as program
+def fail():
+    raise ZeroDivisionError("a mistake of ours")
+program.app.command("fail")(fail)
+program.main()
+"""
+
+
+def test_what_is_wrong_with_the_program_is_not_told_of_a_checkpoint(run):
+    """Scripts delete what ends with 1: the checkpoints here are whole."""
+    verify = f"{sys.executable} -m milepost.cli.app verify --all {run.folder}"
+    full = subprocess.run(
+        ["/bin/sh", "-c", f"{verify} > /dev/full"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert full.returncode == 6
+    assert full.stderr == "error: The output could not be written: No space left on device.\n"
+    both = subprocess.run(["/bin/sh", "-c", f"{verify} > /dev/full 2>&1"], timeout=60, check=False)
+    assert both.returncode == 6
+    failing = subprocess.run(
+        [sys.executable, "-c", _FAILING, "fail"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert failing.returncode == 6
+    assert failing.stderr.endswith("ZeroDivisionError: a mistake of ours\n")
+
+
+def test_a_name_that_the_output_cannot_spell_is_no_failure(make_run):
+    """The encoding of a terminal or a log says nothing about a checkpoint."""
+    maker = make_run()
+    maker.save("ep1", metrics={"caf\u00e9 \udc80": 1.0})
+    done = subprocess.run(
+        [sys.executable, "-m", "milepost.cli.app", "ls", str(maker.folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "caf\\xe9 \\udc80=1" in done.stdout
+
+
+@pytest.mark.parametrize(("key", "code"), [(b"\x03", 130), (b"\x04", 2)])
+def test_a_question_that_is_not_answered_deletes_nothing(run, key, code):
+    """Ctrl-C ends every verb with one code, and no answer is not "damaged"."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "milepost.cli.app", "prune", str(run.folder)]
+    with subprocess.Popen(
+        [*command, "--keep-last", "1"],
+        stdin=slave,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as asking:
+        try:
+            assert asking.stderr is not None
+            seen = b""
+            while b"for good?" not in seen:
+                more = asking.stderr.read1(4096)
+                assert more, seen
+                seen += more
+            if key == b"\x03":  # the terminal is not that of the new session
+                asking.send_signal(signal.SIGINT)
+            else:
+                os.write(master, key)
+            assert asking.wait(timeout=60) == code
+        finally:
+            asking.kill()
+            os.close(slave)
+            os.close(master)
+    assert {one.name for one in run.folder.iterdir()} >= {"ep1", "ep2", "ep3"}
+
+
+def test_a_home_of_nobody_and_a_size_beyond_measure_are_wrong_usage(milepost):
+    """Both are typed by hand."""
+    missing = milepost("ls", "~nobody-of-that-name/x", code=3)
+    assert "~nobody-of-that-name/x" in missing.stderr
+    milepost("bench", ".", "--size", "9" * 400, code=2)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ...errors import ExistsError, storage_error
 from ...stores import posix
+from ...stores.posix import expanded
 
 __all__ = ["export_folder"]
 
@@ -33,7 +34,7 @@ def export_folder(state: Mapping[str, Any], target: str | os.PathLike[str]) -> P
     Raises:
         ExistsError: The folder is there already.
     """
-    path = Path(target).expanduser().absolute()
+    path = expanded(target).absolute()
     if os.path.lexists(path):
         raise ExistsError(
             f"{path} is already there.",
