@@ -13,6 +13,7 @@ import pytest
 
 from milepost import errors
 from milepost.cli.exits import exit_of
+from milepost.version import __version__
 
 _METADATA_VERBS = """
 import contextlib, io, json, sys
@@ -207,3 +208,14 @@ def test_help_tells_the_exit_codes(milepost):
     """Nobody should have to read the source for them."""
     text = " ".join(milepost("--help").stdout.split())
     assert "0 fine, 1 damaged or different, 2 wrong usage, 3 not there" in text
+
+
+def test_the_package_itself_is_the_program_too():
+    """Where the folder of scripts is not on the path; and it is as light."""
+    program = "import runpy, sys; sys.argv = ['milepost', '--version']\n"
+    program += "try: runpy.run_module('milepost', run_name='__main__', alter_sys=True)\n"
+    program += "except SystemExit as end: print(end.code, 'torch' in sys.modules)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [f"milepost {__version__}", "0 False"]

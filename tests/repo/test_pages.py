@@ -1,0 +1,131 @@
+"""What pages list of the package, against the package itself."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import milepost
+import milepost.train
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+GUIDES = ROOT / "docs" / "guides"
+PACKAGE = Path(milepost.__file__).parent
+
+TABLES = {
+    "any-loop.md": ["Checkpointer"],
+    "trainer.md": ["Trainer", "Evaluator", "EMA", "EarlyStop"],
+    "object-stores.md": ["RunDirectoryUploader"],
+    "object-store-services.md": ["ObjectStoreProviderHparams"],
+}
+"""Whose arguments stand in the tables of a page that begin with ``argument``."""
+
+
+def tables_of(page: str, head: str) -> list[tuple[str, list[list[str]]]]:
+    """Return the tables whose first cell is ``head``, with the text before each."""
+    lines, found, before = page.splitlines(), [], ""
+    for number, line in enumerate(lines):
+        if line.startswith("| ") and lines[number + 1].startswith("|---"):
+            rows = []
+            for row in lines[number + 2 :]:
+                if not row.startswith("|"):
+                    break
+                rows.append([cell.strip() for cell in row.strip("|").split(" |")])
+            if line.split("|")[1].strip() == head:
+                found.append((before, rows))
+        elif line and not line.startswith("|"):
+            before = line
+    return found
+
+
+def arguments_of(called: Any) -> dict[str, Any]:
+    """Return the arguments that have names, with their defaults."""
+    return {
+        name: one.default
+        for name, one in inspect.signature(called).parameters.items()
+        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    }
+
+
+def names_in(cell: str) -> list[str]:
+    """Return what stands in code marks, without defaults."""
+    return [text.partition("=")[0] for text in re.findall(r"`([^`]+)`", cell)]
+
+
+def called(name: str) -> Any:
+    """Return a public class by its name."""
+    return getattr(milepost, name, None) or getattr(milepost.train, name)
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_tables_list_every_argument(page):
+    """An option that a guide does not list exists for nobody; and so it says, all of them."""
+    listed: dict[str, dict[str, str | None]] = {name: {} for name in TABLES[page]}
+    for before, rows in tables_of((GUIDES / page).read_text(encoding="utf-8"), "argument"):
+        named = re.match(r"`(\w+)\(", before)
+        owner = listed[named[1] if named else TABLES[page][0]]
+        for row in rows:
+            default = row[1].strip("`") if len(row) == 3 else None
+            owner |= dict.fromkeys(names_in(row[0]), default)
+    for name, arguments in listed.items():
+        wanted = arguments_of(called(name))
+        assert set(arguments) == set(wanted), name
+        written = {key: text for key, text in arguments.items() if text is not None}
+        for key, text in written.items():
+            default = ast.literal_eval(text) if text else inspect.Parameter.empty
+            assert default == wanted[key], f"{name}({key}=)"
+
+
+def test_tables_of_fields_list_every_field():
+    """The same for configurations, whose tables begin with their names."""
+    for name in ("ValidationConfig", "ValidationTaskConfig"):
+        page = (GUIDES / "validation.md").read_text(encoding="utf-8")
+        ((_, rows),) = tables_of(page, f"`{name}`")
+        listed = [one for row in rows for one in names_in(row[0])]
+        assert listed == list(arguments_of(called(name)))
+
+
+def test_what_guides_import_is_in_the_reference():
+    """Or a reader of one page finds a name that no other page knows."""
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    pages = [page.read_text(encoding="utf-8") for page in GUIDES.glob("*.md")]
+    imported = [
+        (found[1], name.strip())
+        for page in pages
+        for found in re.finditer(r"^from (milepost[.\w]*) import ([\w, ]+)$", page, re.MULTILINE)
+        for name in found[2].split(",")
+    ]
+    assert ("milepost.stores.cloud", "CloudStore") in imported
+    missing = {(module, name) for module, name in imported if f"`{name}" not in reference}
+    assert missing == set()
+    for module, name in imported:
+        assert hasattr(importlib.import_module(module), name)
+
+
+def test_the_tree_in_the_readme_is_the_package_in_its_order():
+    """It says that a file may use those above it, and that this is checked."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^  (\w+)(?:\.py|/) ", page.split("src/milepost/\n", 1)[1], re.MULTILINE)
+    there = {info.name for info in pkgutil.iter_modules([str(PACKAGE)])}
+    assert sorted(listed) == sorted(there - {"__main__"})
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = settings["tool"]["importlinter"]["contracts"][0]
+    layer = {
+        name.strip(" ()"): number
+        for number, line in enumerate(reversed(contract["layers"]))
+        for name in line.split("|")
+    }
+    numbers = [layer[name] for name in listed]
+    assert numbers == sorted(numbers), listed
