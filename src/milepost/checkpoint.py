@@ -20,6 +20,7 @@ from .fetching import Fetching
 from .format import canonical, tree
 from .format.layout import HIDDEN, MANIFEST, METADATA, RUN, SESSIONS
 from .format.manifest import Manifest
+from .runs.nearby import missing_run
 from .runs.readers import hold
 from .runs.scan import Found, RunView, State, read_manifest, scan
 from .runs.validations import Validation
@@ -258,7 +259,8 @@ class Checkpoint:
             raise UsageError(
                 f"{self.url} holds files of the user's own, and no state that Milepost knows.",
                 safe="Nothing was changed.",
-                hint="Read them with: with checkpoint.as_directory() as folder.",
+                hint="Copy them with: milepost cp. In Python read them with: "
+                "with checkpoint.as_directory() as folder.",
                 path=self.url,
             )
         if self.manifest.layout == "torch":
@@ -495,11 +497,15 @@ def open_run(place: Place | Store) -> Run:
     """Open a run.
 
     Raises:
-        MissingError: There is no run and no checkpoint below the place.
+        MissingError: There is no run and no checkpoint at the place; it says where there is one
+            below it.
     """
     store = run_store(place)
     run = Run(open_store(place) if store is None else store)
-    run.refresh()
+    try:
+        run.refresh()
+    except MissingError as error:
+        raise missing_run(run.store) from error
     return run
 
 
@@ -532,9 +538,16 @@ def open_checkpoint(place: Place) -> Checkpoint:
         latest = open_run(path).latest()
         if latest is not None:
             return latest
+    if path.is_file():
+        raise MissingError(
+            f"{place} is a file that is no checkpoint of Milepost.",
+            hint="One of another tool can be loaded from there; milepost import makes a run of it, "
+            "and milepost export another file.",
+            path=str(place),
+        )
     raise MissingError(
         f"There is no checkpoint at {place}.",
-        hint="Give the folder of a checkpoint, a run, RUN/NAME, or a .pt file.",
+        hint="Give the folder of a checkpoint, a run (its newest), or RUN/NAME.",
         path=str(place),
     )
 
@@ -554,10 +567,10 @@ def _open_remote(address: str) -> Checkpoint:
         if records is not None:
             stem = next((name.removesuffix(s) for s in SUFFIXES.values() if name.endswith(s)), name)
             return Run(records).get(stem)
-    raise MissingError(
-        f"There is no checkpoint at {address}.",
+    raise missing_run(
+        store,
+        what=f"There is no checkpoint at {address}.",
         hint="Give the address of a checkpoint, of a run, or RUN/NAME.",
-        path=address,
     )
 
 

@@ -314,7 +314,7 @@ class Opening:
             raise ExistsError(
                 f"The run at {self._base.url} holds checkpoints already: {names}.",
                 safe="They were not touched.",
-                hint='Resume with resume="auto", or choose another folder.',
+                hint='Choose another folder; a training goes on with them with resume="auto".',
                 path=self._base.url,
             )
         if found and view is not None and not view.sessions:

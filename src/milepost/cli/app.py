@@ -33,18 +33,28 @@ from .commands import (
     verify,
 )
 from .exits import CODES_TEXT, Exit, exit_of, tell
+from .words import options_of
 
 __all__ = ["app", "main"]
+
+_TYPED = "milepost.typed"
+"""Where a call keeps the verb and what followed it."""
 
 
 class _Group(TyperGroup):
     """Turns typed errors into a message on stderr and a documented exit code."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_TYPED] = list(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
+        typed = ctx.meta.get(_TYPED, [])
         try:
             return super().invoke(ctx)
         except CheckpointError as error:
-            tell(error)
+            verb = self.commands.get(typed[0]) if typed else None
+            tell(error, options={} if verb is None else options_of(verb), typed=typed)
             raise typer.Exit(exit_of(error)) from error
         except BrokenPipeError:
             _drop(sys.stdout)
@@ -87,19 +97,23 @@ def _options(
 
 app.command("ls")(ls.ls)
 app.command("show")(show.show)
-app.command("verify")(verify.verify)
-app.command("diff")(diff.diff)
+app.command("verify", short_help="Compare a checkpoint, or all, with the checksums.")(verify.verify)
+app.command("diff", short_help="Say what differs between two checkpoints.")(diff.diff)
 app.command("prune")(prune.prune)
 app.command("pin")(pin.pin)
 app.command("unpin")(pin.unpin)
 app.command("cp")(cp.cp)
-app.command("sync")(sync.sync)
+app.command("sync", short_help="Copy a run, or bring its copy up to date.")(sync.sync)
 app.command("export")(export.export)
 app.command("consolidate")(consolidate.consolidate)
 app.command("import")(imports.import_)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)
-app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
+app.command(
+    "run",
+    short_help="Run a script on workers, and bring them back.",
+    context_settings={"allow_interspersed_args": False},
+)(run.run)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 from ..errors import (
@@ -16,12 +17,14 @@ from ..errors import (
     FormatError,
     IncompleteError,
     InUseError,
+    LaunchFailedError,
     MismatchError,
     MissingError,
     NewerFormatError,
     UnsupportedStateError,
     UsageError,
 )
+from .words import command_for, in_options
 
 __all__ = ["CODES_TEXT", "Exit", "exit_of", "tell"]
 
@@ -31,6 +34,7 @@ class Exit(IntEnum):
 
     OK = 0
     DAMAGED = 1
+    FAILED = 1
     USAGE = 2
     MISSING = 3
     ACCESS = 4
@@ -55,6 +59,7 @@ _CODES: tuple[tuple[type[CheckpointError], Exit], ...] = (
     (ExistsError, Exit.USAGE),
     (InUseError, Exit.USAGE),
     (MissingError, Exit.MISSING),
+    (LaunchFailedError, Exit.FAILED),
     (AccessError, Exit.ACCESS),
 )
 
@@ -64,13 +69,26 @@ def exit_of(error: CheckpointError) -> Exit:
     return next((code for kind, code in _CODES if isinstance(error, kind)), Exit.STORAGE)
 
 
-def tell(error: CheckpointError) -> None:
-    """Say on stderr what happened, what is safe, and what to do next, each on a line."""
+def tell(
+    error: CheckpointError,
+    *,
+    options: Mapping[str, str] | None = None,
+    typed: Sequence[str] = (),
+) -> None:
+    """Say on stderr what happened, what is safe, and what to do next, each on a line.
+
+    Args:
+        error: What happened.
+        options: The options of the verb by the names of their parameters, to be named by.
+        typed: The verb and what followed it, to say what to type instead.
+    """
     red, plain = ("\033[31m", "\033[0m") if _has_colour() else ("", "")
     lines = [f"{red}error:{plain} {error.what}"]
     lines += [f" safe: {error.safe}"] if error.safe else []
     lines += [f" hint: {error.hint}"] if error.hint else []
-    print("\n".join(lines), file=sys.stderr)
+    text = in_options("\n".join(lines), options or {})
+    command = command_for(error, typed)
+    print(text + (f"\n  try: {command}" if command else ""), file=sys.stderr)
 
 
 def _has_colour() -> bool:

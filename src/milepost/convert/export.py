@@ -69,7 +69,7 @@ def export_checkpoint(
         usual = FORMATS[to]
         path /= usual if name is None else f"{name}{Path(usual).suffix}"
     if not overwrite and os.path.lexists(path):
-        raise _exists(path)
+        raise _exists(path, hint="Choose another name, or replace it with overwrite=True.")
     members = {**state["state"], **({"rng": state["rng"]} if state.get("rng") else {})}
     wanted = _choose(members, items, to=to)
     writing = _write_torch(wanted) if to == "torch" else _write_safetensors(*wanted.items())
@@ -199,10 +199,10 @@ def _name_new(temporary: str, path: str) -> None:
             posix.copy_new(temporary, path)
 
 
-def _exists(path: Path) -> ExistsError:
+def _exists(path: Path, *, hint: str = "Choose another name.") -> ExistsError:
     return ExistsError(
         f"{path} is already there.",
         safe="It was not touched.",
-        hint="Choose another name, or allow it to be overwritten.",
+        hint=hint,
         path=str(path),
     )

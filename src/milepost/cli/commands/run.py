@@ -6,12 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ...errors import LaunchFailedError, UsageError
-from ..exits import tell
+from ...errors import UsageError
 
 __all__ = ["run"]
-
-_FAILED = 1
 
 
 def run(  # noqa: PLR0913 - an option each
@@ -63,29 +60,27 @@ def run(  # noqa: PLR0913 - an option each
         hang_timeout_s=hang_timeout_s,
         start_timeout_s=start_timeout_s,
     )
-    try:
-        launch(
-            script,
-            arguments or [],
-            scaling=ScalingConfig(num_workers=_num_workers(workers)),
-            engine=engine,
-            run=RunConfig(
-                storage_path=storage_path,
-                name=name,
-                local_path=local_path,
-                failure_config=failures,
-                grace_s=grace_s,
-            ),
-        )
-    except LaunchFailedError as error:
-        tell(error)
-        raise typer.Exit(_FAILED) from error
+    launch(
+        script,
+        arguments or [],
+        scaling=ScalingConfig(num_workers=_num_workers(workers)),
+        engine=engine,
+        run=RunConfig(
+            storage_path=storage_path,
+            name=name,
+            local_path=local_path,
+            failure_config=failures,
+            grace_s=grace_s,
+        ),
+    )
 
 
 def _num_workers(text: str) -> int | tuple[int, int]:
     parts = text.split(":")
-    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    is_range = len(parts) in (1, 2) and len(numbers) == len(parts)
+    if not is_range or numbers[0] < 1 or numbers[-1] < numbers[0]:
         raise UsageError(
             f"--workers {text} is no number of workers.", hint="Write 4, or 2:4 for from 2 to 4."
         )
-    return int(parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
