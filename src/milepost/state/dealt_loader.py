@@ -4,6 +4,9 @@ The position is the number of samples of the epoch that all ranks have used, and
 every rank, so one copy of it is saved. To get back, the sampler deals the rest of the epoch, to as
 many ranks as there are now: nothing is stepped over and no data is read.
 
+A plain loader on one rank that takes its samples as they lie has used a beginning of such an order,
+so its position is taken over. An order that torch drew is not ours, and cannot be dealt further.
+
 What a rank has of its own beside that is the state of generators that belong to its loader or data
 set. It goes with the rank's random generators, and a rank that was not there has none of it.
 """
@@ -14,7 +17,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from ..errors import UsageError
 from ..tensors.generators import byte_tensors
@@ -27,6 +30,9 @@ from .rng import preserve_rng
 from .samplers import order_words
 
 __all__ = ["DealtLoader", "resumable"]
+
+
+_AS_THEY_LIE = order_words(BatchSampler(SequentialSampler(()), 1, drop_last=False))
 
 
 def resumable(loader: Iterable[Any]) -> ResumableLoader:
@@ -125,6 +131,7 @@ class DealtLoader(ResumableLoader):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a stored position at the next :meth:`iterate`; see the base."""
+        state = self._as_dealt(state)
         super().load_state_dict(state)
         self._pending_own = None
         if self._is_within_epoch(state):
@@ -140,6 +147,17 @@ class DealtLoader(ResumableLoader):
             return "The stored position of a loader is malformed."
         if not position:
             return None
+        state = self._as_dealt(state)
+        kind = state["kind"]
+        if kind == "indexed" and state.get("num_ranks") == 1 < self._sampler.num_replicas:
+            return (
+                f"The checkpoint is at batch {position} of an epoch that one rank went through in "
+                "another order than that of a ResumableSampler; within it no other number of ranks "
+                "can go on. Go on on one rank to the end of the epoch, from where any number can; "
+                "or, to be free within an epoch, pass DataLoader(dataset, batch_sampler="
+                "ResumableSampler(dataset, batch_size=...)) of milepost.train on one rank, too, "
+                "from the first start on."
+            )
         if kind != self.kind:
             return (
                 f"The checkpoint is at batch {position} of an epoch of a loader of the kind "
@@ -160,7 +178,7 @@ class DealtLoader(ResumableLoader):
 
     def remarks(self, state: Mapping[str, Any]) -> list[str]:
         """Return what to know of going on from a stored position that fits, each in a sentence."""
-        now = self._sampler.num_replicas
+        now, state = self._sampler.num_replicas, self._as_dealt(state)
         if not state["position"] or state["kind"] != self.kind or state["num_replicas"] == now:
             return []
         remark = (
@@ -169,6 +187,32 @@ class DealtLoader(ResumableLoader):
             f"left are dealt to {now}."
         )
         return [remark]
+
+    def _as_dealt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the position of one rank that took the samples as they lie as one of this kind."""
+        start, sampler = state.get("start"), self._sampler
+        if (
+            state["kind"] != "indexed"
+            or not state["position"]
+            or sampler.shuffle
+            or state.get("num_ranks") != 1
+            or state.get("num_samples") != sampler.length
+            or any(type(state.get(name)) is not int for name in ("batch_size", "epoch"))
+            or not isinstance(start, Mapping)
+            or start.get("order") != _AS_THEY_LIE
+        ):
+            return state
+        return {
+            "kind": self.kind,
+            "position": state["position"],
+            "samples": min(state["position"] * state["batch_size"], sampler.length),
+            "is_open": True,
+            "num_begun": state.get("num_begun", 0),
+            "epoch": state["epoch"],
+            "start": {"order": order_words(sampler)},
+            "length": sampler.length,
+            "num_replicas": 1,
+        }
 
     def _note_start(self) -> dict[str, Any]:
         self._sampler.start_at(0)

@@ -67,9 +67,12 @@ def misfit(loader: Any, kind: str, state: Mapping[str, Any]) -> str | None:
         return None
     length = num_batches(loader)
     if kind_then == "dealt":
+        how = str(state["start"].get("order")).partition(" with ")[2]
         return (
             f"The checkpoint is at sample {state.get('samples')} of an epoch that a "
-            "ResumableSampler dealt to the ranks; this loader has none, and cannot go on there."
+            "ResumableSampler dealt to the ranks; this loader has none, and cannot go on there. "
+            "Pass DataLoader(dataset, batch_sampler=ResumableSampler(dataset, batch_size=..., "
+            f"{how})) of milepost.train."
         )
     if kind_then != kind:
         return (

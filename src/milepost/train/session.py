@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint import Checkpoint, Run, open_checkpoint, open_source, run_store
 from ..engine.signals import StopSignals
-from ..errors import CheckpointError, MissingError, Preempted, UsageError
+from ..errors import MissingError, Preempted, UsageError
 from ..fetching import Fetching
 from ..state.loader import ResumableLoader
 from ..state.objects import FromLeader, PerRank, Value
-from ..state.resumable_sampler import ResumableSampler
-from ..state.source import load_item
 from ..stores.provider import ObjectStoreProviderHparams
 from .algorithm import Algorithm
 from .callback import Callback
@@ -101,7 +99,6 @@ class Session:
         loader: Its loader.
         metrics: Its training metrics.
         group: The ranks.
-        sampler: Makes the order of the data from the seed of rank 0, if anything does.
         folder: The run; ``None``: nothing is saved.
         resume: ``"never"``, ``"auto"`` or ``"must"``.
         grace_s: Seconds from a signal to the moment the state must be safe.
@@ -113,14 +110,13 @@ class Session:
         is_restored: Whether a checkpoint was restored in full.
     """
 
-    def __init__(  # noqa: PLR0913 - one for each piece, all by keyword
+    def __init__(
         self,
         state: State,
         *,
         loader: ResumableLoader,
         metrics: Metrics,
         group: Group,
-        sampler: ResumableSampler | None,
         folder: str | None,
         resume: Literal["never", "auto", "must"],
         grace_s: float,
@@ -132,7 +128,6 @@ class Session:
         self._loader = loader
         self._metrics = metrics
         self._group = group
-        self._sampler = sampler
         self._folder = folder
         self._resume = resume
         self._run_options = dict(run_options)
@@ -172,7 +167,6 @@ class Session:
             path_format = self._group.lead("name the checkpoint", lambda: fill_ranks(named))
         if object_store is not None and path_format is None:
             raise UsageError("load_object_store without load_path_format names no object.")
-        self._adopt_seed(path_format if object_store is None and not weights_only else None)
         if self._folder is not None:
             origin = None
             if self._resume == "never" and path_format is not None and object_store is None:
@@ -257,32 +251,6 @@ class Session:
         self.checkpointer = checkpointer
         self.is_restored = checkpointer.is_resumed
 
-    def _adopt_seed(self, path_format: Place | None) -> None:
-        """Let the sampler go on in the order of the checkpoint, whatever seed was given now.
-
-        The position in that order is compared with the sampler before anything is restored.
-        """
-        sampler = self._sampler
-        if sampler is None:
-            return
-
-        def find() -> int | None:
-            try:
-                place = path_format
-                store = None if self._folder is None else run_store(self._folder)
-                newest = None if store is None else Run(store).latest()
-                if newest is not None and self._resume != "never":
-                    place = newest
-                source = None if place is None else open_source(_newest_of(place))
-            except CheckpointError as error:
-                _log.info("The seed of the order is not known yet: %s", error)
-                return None
-            is_stored = source is not None and "rank_zero_seed" in source.trees
-            return load_item(source, "rank_zero_seed") if source and is_stored else None
-
-        stored = self._group.lead("find the order of the data", find)
-        sampler.seed = sampler.seed if stored is None else int(stored)
-
     def _find_origin(self, named: Place) -> Checkpoint | None:
         """Return the checkpoint of this very run that a place names, if it names one."""
         assert self._folder is not None
@@ -339,10 +307,6 @@ class Session:
             state.stop_training()
         else:
             state.stopped_for = None
-
-
-def _newest_of(place: Place) -> str | Checkpoint:
-    return the_newest(place) if isinstance(place, Checkpoint | Run) else os.fspath(place)
 
 
 def _attribute(state: State, name: str) -> Value:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 from torch.utils.data import (
@@ -29,6 +29,7 @@ from ..errors import UsageError
 from ..state.resumable_sampler import ResumableSampler
 from ..tensors.memory import host_bytes
 from .data import DataSpec, tensors_of
+from .earlier import Earlier
 from .evaluator import Evaluator
 from .group import Group
 from .parallel import Layout
@@ -96,24 +97,34 @@ def num_alike(loader: Any, group: Group) -> int:
 
 
 def share_training(
-    given: Any, *, group: Group, layout: Layout, seed: int
-) -> tuple[DataSpec, ResumableSampler | None]:
-    """Return the training data as this rank trains on it, and the sampler if one was made for it.
+    given: Any,
+    *,
+    group: Group,
+    layout: Layout,
+    seed: int,
+    earlier: Callable[[], Earlier] = Earlier,
+) -> DataSpec:
+    """Return the training data as this rank trains on it.
+
+    On one rank that is the data as it was given, in the order that torch draws. Only where the
+    training goes on from one whose data was dealt to ranks is it dealt here, too.
 
     Args:
         given: A loader, a spec or its arguments, as the user gave it, the same on all ranks.
         group: The ranks.
         layout: How the model lies on them.
-        seed: What the order of a loader that shuffles comes from.
+        seed: What the order of a loader that shuffles comes from, if no earlier one is known.
+        earlier: Finds what the training that is gone on from says. Asked on all ranks or on none.
 
     Raises:
         UsageError: A loader that would give every rank the same samples.
     """
     data = DataSpec.of(given)
-    if group.is_alone:
-        return data, None
     loader: Any = data.dataloader
-    batches: ResumableSampler | None = None
+    if group.is_alone:
+        is_dealt = place_of(loader) is None and _can_be_shared(loader) and earlier().is_dealt
+        if not is_dealt:
+            return data
     if _only_yields(loader) or place_of(loader) is not None:
         shared = loader
     elif layout is Layout.OTHER or not _can_be_shared(loader):
@@ -124,18 +135,19 @@ def share_training(
             hint=_HINT,
         )
     else:
+        stored = earlier().seed
         batches = ResumableSampler(
             loader.dataset,
             batch_size=loader.batch_size,
             shuffle=isinstance(loader.sampler, RandomSampler),
-            seed=seed,
+            seed=seed if stored is None else stored,
             drop_last=loader.drop_last,
             num_replicas=group.world_size,
             rank=group.rank,
         )
         shared = _rebuilt(loader, batch_sampler=batches)
     _check_shares(shared, group)
-    return _with_loader(data, shared), batches
+    return _with_loader(data, shared)
 
 
 def _share_evaluation(data: DataSpec, *, group: Group, layout: Layout, label: str) -> DataSpec:

@@ -25,6 +25,7 @@ from .alarm import Alarm
 from .algorithm import Algorithm
 from .callback import Callback
 from .dispatch import Dispatch
+from .earlier import find_earlier
 from .evaluating import Evaluation, EvaluationCutOff
 from .evaluator import as_evaluators, metric_names
 from .events import Event
@@ -213,7 +214,19 @@ class Trainer:
         )
         layout = prepare(model, group)
         chosen = group.lead("choose a seed", lambda: choose_seed(seed))
-        data, sampler = share_training(train_dataloader, group=group, layout=layout, seed=chosen)
+        data = share_training(
+            train_dataloader,
+            group=group,
+            layout=layout,
+            seed=chosen,
+            earlier=partial(
+                find_earlier,
+                None if load_object_store is not None or load_weights_only else load_path_format,
+                folder=folder,
+                resume=resume,
+                group=group,
+            ),
+        )
         self._loader = resumable(data.dataloader)
         self.state = State(
             model,
@@ -260,7 +273,6 @@ class Trainer:
             loader=self._loader,
             metrics=metrics,
             group=group,
-            sampler=sampler,
             folder=folder,
             resume=resume,
             grace_s=grace_s,

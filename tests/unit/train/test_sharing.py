@@ -54,7 +54,7 @@ def on_two_ranks(body: Callable[[Group], Any]) -> list[Any]:
 
 def share(loader: Any, *, layout: Layout = Layout.WHOLE) -> list[Any]:
     return on_two_ranks(
-        lambda group: share_training(loader, group=group, layout=layout, seed=5)[0].dataloader
+        lambda group: share_training(loader, group=group, layout=layout, seed=5).dataloader
     )
 
 
@@ -174,4 +174,4 @@ def test_alone_everything_is_taken_as_it_is() -> None:
     """Also what several ranks would be refused."""
     group = Group(Solo(), timeout_s=1, is_ours=False)
     data = DataSpec(DataLoader(NUMBERS, batch_sampler=[[1, 2]]))
-    assert share_training(data, group=group, layout=Layout.WHOLE, seed=0) == (data, None)
+    assert share_training(data, group=group, layout=Layout.WHOLE, seed=0) is data
