@@ -188,6 +188,8 @@ def _measure_training(measure: Measure, num_idle_cores: int) -> None:
         _COLUMNS_OF_COSTS,
         rows,
     )
+    slower = median("step beside copies") / step
+    print(f"A step is {slower:.2f} times as long while one other thread does nothing but copy.")
     others = {name: median(f"{name} added") / copy for name in names[1:]}
     ours = median("milepost added") / copy
     measure.at_most(f"added to a loop / warm copy, {where}", ours, 0.3, **others)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import limits
+import numpy as np
 import peers
 import torch
 from figures import Figures
@@ -135,7 +136,8 @@ def cost_of_saves(folder: Path, *, rounds: int, num_idle_cores: int = 0) -> tupl
         this process (``added cpu``), that ``save`` itself takes (``blocking``), until all was
         durable while training went on (``durable``) and without training (``alone``), and how much
         slower steps were: the first (``first step``), and those during which it was written
-        (``steps``), as ratios to steps without a save.
+        (``steps``), as ratios to steps without a save. Beside them a step (``step``), and one while
+        a thread does nothing but copy (``step beside copies``): what a save costs at the least.
     """
     num_threads = torch.get_num_threads()
     num_busy = max(1, num_threads - num_idle_cores)
@@ -165,12 +167,33 @@ def _cost_of_saves(folder: Path, loop: Loop, *, rounds: int) -> tuple[Figures, i
                 found.add(f"{name} alone", _until_durable(saver, loop, folder, lambda: None)[1])
                 peers.clear(folder)
             row["step"] = loop.step(nullcontext())
+            with _copying(tensors, pool):
+                row["step beside copies"] = loop.step(nullcontext())
             if index:  # the first round warms every variant
                 figures.add_round(row)
                 for name, values in found.rounds.items():
                     for value in values:
                         figures.add(name, value)
     return figures, size
+
+
+@contextmanager
+def _copying(tensors: Sequence[Tensor], pool: Sequence[Tensor]) -> Iterator[None]:
+    """Copy again and again meanwhile, in one thread: what a copy costs whoever computes beside."""
+    is_over = threading.Event()
+
+    def copy() -> None:
+        while not is_over.is_set():
+            for source, destination in zip(tensors, pool, strict=True):
+                np.copyto(destination.numpy(), source.detach().numpy())
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _block_pair(loop: Loop, saver: peers.InBackground, folder: Path) -> dict[str, float]:
