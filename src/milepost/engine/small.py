@@ -98,6 +98,8 @@ def is_small_whole(one: Tensor | Run, entry: StoredTensor) -> TypeGuard[Tensor]:
         and one.shape == entry.shape
         and one.nbytes == size
         and not one.is_quantized
+        and not one.is_conj()
+        and not one.is_neg()
     )
 
 
@@ -109,6 +111,8 @@ def _are_like(some: list[Any], dtypes: list[Any], shapes: list[tuple[int, ...]])
         and list(map(_shape_of, some)) == shapes
         and all(map(_is_cpu, some))
         and _LAYOUTS.issuperset(map(_layout_of, some))
+        and not any(map(Tensor.is_conj, some))
+        and not any(map(Tensor.is_neg, some))
     )
 
 

@@ -208,7 +208,7 @@ class ModelPart(Alike):
                 return False
         if is_flattened(self.module):
             return True  # its hooks are about the very form that is not used here
-        return loads_plainly(self.module, list(self.module.modules()))
+        return loads_plainly(self.module, walk_of(self.module).modules())
 
     def _read_in_place(
         self, source: StateSource, item: str, matches: Mapping[str, tuple[str, Any]]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .flattened import FlatShare, flat_shares
+from .places import parameters_in, places_in
 from .stages import Model, Stage
 from .walks import walk_of
 from .wrappers import name_cleaner, unwrap
@@ -28,7 +29,7 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         owners.add(id(share.parameter))
         for name in share.names:
             yield name, share.parameter
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in parameters_in(places_in(module)):
         if id(parameter) not in owners:
             yield clean(name), parameter
 

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from .flattened import is_flattened, is_registered
+from .places import buffers_in, parameters_in, places_in
 from .plain import PlainState
 from .wrappers import name_cleaner
 
@@ -45,19 +46,15 @@ class Walk:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        named = list(module.named_modules(remove_duplicate=False))
+        named = list(places_in(module))
         members = [one for _, one in named]
         first_names: dict[int, str] = {}
         self._is_first = [first_names.setdefault(id(one), name) is name for name, one in named]
         self.clean = clean = name_cleaner(module)
         self.is_flat = is_flattened(module)
         self.module_names = [clean(f"{name}.").rstrip(".") for name in first_names.values()]
-        self.parameters = [
-            (clean(name), id(one)) for name, one in module.named_parameters(remove_duplicate=False)
-        ]
-        self.buffers = frozenset(
-            clean(name) for name, _ in module.named_buffers(remove_duplicate=False)
-        )
+        self.parameters = [(clean(name), id(one)) for name, one in parameters_in(named)]
+        self.buffers = frozenset(clean(name) for name, _ in buffers_in(named))
         # By place: a module that stands at two of them is among these twice.
         self._members = list(map(ref, members))
         self._types = list(map(type, members))
