@@ -217,7 +217,9 @@ class Checkpoint:
                 not compared again.
 
         Returns:
-            Tensors by name, for ``model.load_state_dict(weights, assign=True)``.
+            Tensors by name, for ``model.load_state_dict(weights, assign=True)``. Classes that bring
+            older forms of their state into the present one, by the versions that torch keeps beside
+            a state dict, want :meth:`load_weights`, which tells them theirs.
 
         Raises:
             UsageError: It is not in files of this machine, is compressed, is a single file, or its

@@ -178,8 +178,7 @@ class ResumableLoader:
         try:
             if pending is not None and self._is_within_epoch(pending):
                 iterator = self._return_to(pending)
-                if rng is not None:
-                    apply_rng(rng)
+                apply_rng(before)  # a second loader of an epoch begins where the first has ended
             else:
                 if pending is not None:
                     self._return_between_epochs(pending)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,8 +19,10 @@ from .fitting import Fit, find_fit
 from .flattened import flat_state, is_flattened, reshard
 from .names import named_parameters
 from .parts import Alike
+from .places import places_in
 from .plain import loads_plainly
 from .report import LoadReport, restoring
+from .setup import stored_versions
 from .source import StateSource, load_item, new_like, new_tensor
 from .walks import walk_of
 from .wrappers import unwrap
@@ -271,8 +274,25 @@ class ModelPart(Alike):
         }
         into = {key: new_like(value, infos[key]) for key, value in sharded.items()}
         stored = load_item(source, item, into=into)
-        state = {own: stored[name] for own, (name, _) in matches.items()}
+        state = _StateDict((own, stored[name]) for own, (name, _) in matches.items())
+        version_of = stored_versions(source, item)
+        if version_of is not None:
+            state._metadata = self._metadata(version_of)
         self.module.load_state_dict(state, strict=self.strict)
+
+    def _metadata(self, version_of: Callable[[str], int]) -> OrderedDict[str, dict[str, int]]:
+        """Return what torch hands on to modules beside a state dict of theirs."""
+        clean = walk_of(self.module).clean
+        return OrderedDict(
+            (path, {"version": version_of(clean(f"{path}.").rstrip("."))})
+            for path, _ in places_in(self.module)
+        )
+
+
+class _StateDict(OrderedDict[str, Any]):
+    """A state dict as torch makes it."""
+
+    _metadata: OrderedDict[str, dict[str, int]]
 
 
 def _is_plain_fit(tag: Any, infos: Mapping[str, Any], value: Any) -> bool:

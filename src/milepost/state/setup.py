@@ -3,12 +3,13 @@
 The class of each optimizer and scheduler, since the state of one class loads into another and means
 something else there. And of each model the modules in another mode (``train`` or ``eval``) and the
 parameters that are frozen: a loop that froze a layer in its third epoch does not do so again when
-it goes on in the fourth.
+it goes on in the fourth. And the versions that classes of modules give their state: torch hands
+them on beside the tensors, so that a class can bring an older form into its present one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -17,12 +18,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .names import named_parameters
+from .source import StateSource, load_item, whole_of
 from .stages import Stage
 from .walks import walk_of
 from .wrappers import unwrap
 from .zero import class_name
 
-__all__ = ["apply_setup", "capture_setup", "members_of", "setup_problems"]
+__all__ = ["apply_setup", "capture_setup", "members_of", "setup_problems", "stored_versions"]
+
+_USUAL_VERSION = nn.Module._version
 
 _CLASSES = (Optimizer, LRScheduler, ReduceLROnPlateau)
 
@@ -35,8 +39,8 @@ def capture_setup(objects: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``classes``: item, or ``item/member``, to the name of its class; ``models``: item to whether
-        it is in training mode, the modules that are not in the mode of the whole, and the
-        parameters that require no gradients.
+        it is in training mode, the modules that are not in the mode of the whole, the parameters
+        that require no gradients, and the versions of modules whose class says one.
     """
     classes: dict[str, str] = {}
     models: dict[str, Any] = {}
@@ -48,6 +52,22 @@ def capture_setup(objects: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(target, Stage):
             models[label] = _modes([unwrap(module) for module in target.modules])
     return {"classes": classes, "models": models}
+
+
+def stored_versions(source: StateSource, item: str) -> Callable[[str], int] | None:
+    """Return what tells the version of a module by its name, if the checkpoint says it.
+
+    Args:
+        source: Where the model is stored.
+        item: Its item, or ``item/member``.
+    """
+    whole = whole_of(source)
+    stored = load_item(whole, "setup") if "setup" in whole.trees else None
+    models: Any = stored["models"] if stored is not None and _is_setup(stored) else {}
+    versions = models.get(item, {}).get("versions")
+    if versions is None:
+        return None
+    return lambda name: versions.get(name, _USUAL_VERSION)
 
 
 def setup_problems(stored: Any, objects: Mapping[str, Any]) -> list[str]:
@@ -98,6 +118,7 @@ def _is_setup(stored: Any) -> bool:
         and type(modes.get("is_training")) is bool
         and isinstance(modes.get("others"), list)
         and isinstance(modes.get("frozen"), list)
+        and isinstance(modes.get("versions", {}), Mapping)
         for modes in models.values()
     )
 
@@ -115,15 +136,22 @@ def _modes(modules: Sequence[nn.Module]) -> dict[str, Any]:
     is_training = modules[0].training
     others: set[str] = set()
     frozen: set[str] = set()
+    versions: dict[str, int] = {}
     for module in modules:
         walk = walk_of(module)
+        versions.update(walk.versions)
         is_other = [child.training != is_training for child in walk.modules()]
         others.update(compress(walk.module_names, is_other))
         if walk.is_flat:
             frozen.update(name for name, one in named_parameters(module) if not one.requires_grad)
         else:
             frozen.update(walk.frozen())
-    return {"is_training": is_training, "others": sorted(others), "frozen": sorted(frozen)}
+    return {
+        "is_training": is_training,
+        "others": sorted(others),
+        "frozen": sorted(frozen),
+        "versions": versions,
+    }
 
 
 def _apply_modes(label: str, module: nn.Module, stored: Mapping[str, Any]) -> list[str]:

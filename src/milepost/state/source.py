@@ -28,6 +28,7 @@ __all__ = [
     "new_like",
     "new_tensor",
     "subtree",
+    "whole_of",
 ]
 
 _LARGE_BYTES = 8 * 1024 * 1024
@@ -216,10 +217,15 @@ def load_tree(
 
 
 class _Subtree:
-    """A source in which one member of a group looks like an item."""
+    """A source in which one member of a group looks like an item.
+
+    Attributes:
+        whole: The source that it is part of.
+    """
 
     def __init__(self, source: StateSource, item: str, member: str) -> None:
         self.name = source.name
+        self.whole = source
         self._source = source
         self._item = item
         self._shown = f"{item}/{member}"
@@ -236,6 +242,11 @@ class _Subtree:
 
     def read(self, wanted: Sequence[tuple[str, str, Tensor | Run]]) -> None:
         self._source.read([(self._item, key, tensor) for _, key, tensor in wanted])
+
+
+def whole_of(source: StateSource) -> StateSource:
+    """Return the source that another is part of, or itself."""
+    return source.whole if isinstance(source, _Subtree) else source
 
 
 def subtree(source: StateSource, item: str, member: str) -> StateSource:

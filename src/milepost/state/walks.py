@@ -43,6 +43,8 @@ class Walk:
         parameters: Name and ``id`` of each parameter, under all names of tied ones.
         buffers: Names of the buffers.
         module_names: The name of each module.
+        versions: By name: what the classes of modules say of the form of their state, if not what
+            ``nn.Module`` does.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -53,6 +55,11 @@ class Walk:
         self.clean = clean = name_cleaner(module)
         self.is_flat = is_flattened(module)
         self.module_names = [clean(f"{name}.").rstrip(".") for name in first_names.values()]
+        self.versions = {
+            clean(f"{path}.").rstrip("."): member._version
+            for path, member in named
+            if member._version != nn.Module._version
+        }
         self.parameters = [(clean(name), id(one)) for name, one in parameters_in(named)]
         self.buffers = frozenset(clean(name) for name, _ in buffers_in(named))
         # By place: a module that stands at two of them is among these twice.

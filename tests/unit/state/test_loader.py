@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -416,3 +417,31 @@ def test_going_on_without_workers_is_told_of():
     state = first.state_dict()
     assert "2 loader workers" in ResumableLoader(noisy(0)).remarks(state)[0]
     assert ResumableLoader(noisy(1)).remarks(state) == []
+
+
+def test_a_second_loader_of_an_epoch_goes_on_with_the_random_numbers_of_the_first(tmp_path):
+    """And not with those that its own order was drawn from."""
+    data = torch.arange(64.0).view(16, 4) / 100
+
+    def train(folder, stop=None):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second = (DataLoader(one, batch_size=4, shuffle=True) for one in (data, -data))
+        with mp.Checkpointer(
+            folder, every="1ba", model=model, optimizer=optimizer, loader=first, other=second
+        ) as run:
+            for _ in run.epochs(2):
+                for loader in (first, second):
+                    for batch in run.batches(loader):
+                        if run.timer.batch == stop:
+                            return None
+                        optimizer.zero_grad()
+                        (model(batch) - batch).square().mean().backward()
+                        optimizer.step()
+        return model[0].weight.detach().clone()
+
+    straight = train(tmp_path / "straight")
+    for stop in (2, 4, 6, 8, 14):
+        train(tmp_path / str(stop), stop)
+        assert torch.equal(train(tmp_path / str(stop)), straight)

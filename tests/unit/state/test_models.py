@@ -211,3 +211,90 @@ def test_two_items_never_share_a_file(tmp_path):
     objects = {"model": nn.Linear(2, 2), "model-frozen": nn.Linear(3, 3)}
     with pytest.raises(mp.UsageError, match="model-frozen"):
         mp.Checkpointer(tmp_path, **objects)
+
+
+class Versioned(nn.Module):
+    """A class that has stored its weight the other way round in its first version."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 3))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}w"] = state[f"{prefix}w"].t().contiguous()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("save_format", ["milepost", "torch"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_class_is_told_the_version_of_what_it_is_given(
+    tmp_path, monkeypatch, save_format, version
+):
+    """As torch does: else new weights would be taken for old ones and brought into a third form."""
+    monkeypatch.setattr(Versioned, "_version", version)
+    model = nn.ModuleDict({"a": Versioned(), "b": nn.BatchNorm1d(2), "c": Versioned()})
+    saved = save(tmp_path, models={"one": model}, save_format=save_format)
+    monkeypatch.undo()
+    live = nn.ModuleDict({"a": Versioned(), "b": nn.BatchNorm1d(2), "c": Versioned()})
+    with mp.Checkpointer(tmp_path, models={"one": live}, save_format=save_format):
+        pass
+    for key in "ac":
+        stored = model[key].w if version == 2 else model[key].w.t()
+        assert torch.equal(live[key].w, stored)
+    assert saved.manifest.notes == ()
+
+
+def test_weights_that_are_loaded_alone_come_with_their_versions(tmp_path):
+    """From the record of how the objects were set up, which lies beside them."""
+    model, live = Versioned(), Versioned()
+    save(tmp_path, model=model).load_weights(live)
+    assert torch.equal(live.w, model.w)
+
+
+class OnePiece(nn.Module):
+    """Shows itself as one piece, and of its parameters what is trained, as some libraries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.inner[1].requires_grad_(False)
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        yield prefix, self
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        own = super().named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, one) for name, one in own if one.requires_grad)
+
+
+def test_what_a_class_does_not_show_is_saved_as_its_state_dict_has_it(tmp_path):
+    """By the tables of modules, and not by what ``named_modules`` and its like tell."""
+    model, live = (nn.Sequential(OnePiece(), nn.Linear(2, 2)) for _ in range(2))
+    saved = save(tmp_path, model=model)
+    assert set(saved.load()["state"]["model"]) == set(model.state_dict())
+    with mp.Checkpointer(tmp_path, model=live):
+        pass
+    assert_equal_states(snapshot(live), snapshot(model))
+
+
+@pytest.mark.parametrize("numel", [3, 200_000])
+def test_conjugated_and_negative_views_come_back(tmp_path, numel):
+    """Which cannot be written to together with others."""
+
+    def new():
+        module = nn.Linear(2, 2)
+        values = torch.randn(numel, dtype=torch.complex64)
+        module.register_buffer("conj", values.conj())
+        module.register_buffer("neg", values.conj().imag)
+        return module
+
+    model, live = new(), new()
+    save(tmp_path, model=model)
+    with mp.Checkpointer(tmp_path, model=live):
+        pass
+    for name in ("conj", "neg"):
+        assert torch.equal(getattr(live, name), getattr(model, name))
+        assert getattr(live, name).is_conj() == getattr(model, name).is_conj()
