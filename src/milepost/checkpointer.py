@@ -36,6 +36,7 @@ from .progress.pacing import Pacing, make_pacing
 from .progress.schedule import Schedule, is_auto
 from .progress.time import Time
 from .progress.timer import Timer
+from .progress.uncounted import NO_EPOCHS_NOTE, refuse_end, refuse_second_pass
 from .ranks.solo import RankCheck, Team
 from .ranks.stopping import StopTogether
 from .ranks.team import join_team
@@ -209,6 +210,7 @@ class Checkpointer:
         self._timed: TimedTogether | None = None
         self._is_rolled_back = False
         self._total_epochs: int | None = None
+        self._batch_at_open = 0
         self._is_open = False
         self._tracked.add("timer", self.timer)
         self.track(**objects)
@@ -298,6 +300,7 @@ class Checkpointer:
         )
         self._resumption.tell()
         self._is_open = True
+        self._batch_at_open = self.timer.batch
         if self._signals is not None:
             self._signals.install()
         self.timer.start()
@@ -342,11 +345,16 @@ class Checkpointer:
         traceback: TracebackType | None,
     ) -> None:
         if error is None:
+            is_uncounted = self._is_uncounted()
+            looked_at = self._keep_for_a_look() if is_uncounted else ""
             self.close()
             if self.stop_signal is not None:  # it came after the last look at it
                 raise Preempted(
                     self.stop_signal, self._saves.last.name if self._saves.last else None
                 )
+            if is_uncounted:
+                is_batch_counted = self.timer.batch > self._batch_at_open
+                refuse_end(is_batch_counted=is_batch_counted, looked_at=looked_at)
             return
         # The error that ended the loop is the one to see; what fails now is told beside it.
         if self._is_open and not isinstance(error, Preempted | CheckpointError):
@@ -469,6 +477,7 @@ class Checkpointer:
             self.track(loader=loader)
         self._resumption.settle()
         own = self._loaders[id(loader)]
+        self._look_at_second_pass()
         self._saves.after.end()
         self._saves.iterated, self._is_rolled_back = own, False
         own.set_epoch(self.timer.epoch)
@@ -790,6 +799,39 @@ class Checkpointer:
                 hint="Iterate with run.batches(loader), or call run.step() after each batch. "
                 'To save after epochs only use every="1ep".',
             )
+
+    @property
+    def _is_due_after_epochs_only(self) -> bool:
+        """Return whether no save is ever due unless epochs are counted."""
+        is_any = bool(self._schedule.intervals) and self._timed is None
+        return is_any and not self._schedule.counts_batches
+
+    def _look_at_second_pass(self) -> None:
+        """Refuse, or note, that batches are taken once more and nobody has counted the epoch."""
+        if not self._saves.after.is_begun or self._total_epochs is not None:
+            return
+        if self._is_due_after_epochs_only and self._saves.last is None:
+            refuse_second_pass(looked_at=self._keep_for_a_look())
+        if not self._saves.epochs_note:
+            self._saves.epochs_note = NO_EPOCHS_NOTE
+            _log.warning(NO_EPOCHS_NOTE)
+
+    def _is_uncounted(self) -> bool:
+        """Return whether it is certain that saves should have been due, and that none ever was."""
+        is_wanted = bool(self._schedule.intervals) or self._timed is not None
+        if not self._is_open or not is_wanted or self._total_epochs is not None:
+            return False
+        if self._saves.last is not None or self.timer.batch < self._batch_at_open:
+            return False
+        if self.timer.batch > self._batch_at_open:
+            return self._is_due_after_epochs_only
+        return self._hand.num_steps > 0
+
+    def _keep_for_a_look(self) -> str:
+        """Keep the state of a training that is not counted; return where."""
+        if self._writer.team.world_size > 1:
+            return ""
+        return self.save_diagnostic("failed", f"ba{self.timer.batch}", extra={}).name
 
     def _left_to_epoch_end(self, counters: Mapping[str, Any]) -> bool:
         """Return whether this batch ends an epoch whose end will be saved anyway."""

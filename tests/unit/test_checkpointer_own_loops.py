@@ -217,3 +217,92 @@ def test_buffers_that_are_not_saved_and_change_are_noted(
     assert "model: calls" in note
     assert "table" not in note
     assert [record.message for record in caplog.records] == [note]
+
+
+class Descent:
+    """A training whose loop the tests write."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loader = DataLoader(torch.ones(4, 1), 1)
+
+    def open(self, folder: Path, every: str) -> mp.Checkpointer:
+        return mp.Checkpointer(
+            folder, every=every, model=self.model, optimizer=self.optimizer, loader=self.loader
+        )
+
+    def step(self, x: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(x).sum().backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("every", ["1ep", "2ba", "30m"])
+def test_a_loop_that_counts_nothing_does_not_end_well(tmp_path: Path, every: str) -> None:
+    """It saved nothing, and an exit code of 0 would say that all is safe."""
+    training = Descent()
+    with pytest.raises(mp.UsageError, match=r"run\.epochs"), training.open(tmp_path, every):
+        for _ in range(2):
+            for x in training.loader:
+                training.step(x)
+    assert [one.name for one in mp.open_run(tmp_path).checkpoints(all=True)] == ["failed/ba0"]
+
+
+def test_epochs_that_are_not_counted_are_refused_as_soon_as_that_is_certain(tmp_path: Path) -> None:
+    """No save is ever due, however long it trains."""
+    training, num_passes = Descent(), 0
+    with (
+        pytest.raises(mp.UsageError, match=r"run\.epochs"),
+        training.open(tmp_path, "1ep") as run,
+    ):
+        for _ in range(3):
+            for x in run.batches(training.loader):
+                training.step(x)
+            num_passes += 1
+    assert num_passes == 1
+    assert [one.name for one in mp.open_run(tmp_path).checkpoints(all=True)] == ["failed/ba4"]
+
+
+@pytest.mark.parametrize("by", ["step", "batches"])
+def test_one_pass_whose_epoch_is_not_counted_does_not_end_well(tmp_path: Path, by: str) -> None:
+    """Only batches were, and saves are due after epochs."""
+    training = Descent()
+    with pytest.raises(mp.UsageError, match="only batches"), training.open(tmp_path, "1ep") as run:
+        for x in run.batches(training.loader) if by == "batches" else training.loader:
+            training.step(x)
+            if by == "step":
+                run.step()
+
+
+def test_saves_between_batches_of_epochs_that_are_not_counted_are_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loop begins at its first epoch again after a resume."""
+    training = Descent()
+    with training.open(tmp_path, "3ba") as run:
+        for _ in range(3):
+            for x in run.batches(training.loader):
+                training.step(x)
+    notes = {one.name: one.manifest.notes for one in mp.open_run(tmp_path).checkpoints()}
+    (note,) = notes["ba9"]
+    assert "run.epochs" in note
+    assert notes["ba3"] == ()
+    assert [record.message for record in caplog.records] == [note]
+
+
+def test_a_loop_that_trains_nothing_or_saves_by_itself_ends_well(tmp_path: Path) -> None:
+    """A look at a run, the end of a training that was over, and saves that were asked for."""
+    training = Descent()
+    with training.open(tmp_path / "a", "1ep"):
+        pass
+    with training.open(tmp_path / "a", "1ep") as run:
+        for _ in run.epochs(1):
+            for x in run.batches(training.loader):
+                training.step(x)
+    with training.open(tmp_path / "a", "1ep") as run:
+        assert list(run.epochs(1)) == []
+        training.step(torch.ones(1, 1))
+    with training.open(tmp_path / "b", "1ep") as run:
+        training.step(torch.ones(1, 1))
+        run.save("mine")

@@ -1,8 +1,9 @@
 """Whether small things have changed: schedulers, scalers, plain values.
 
 Nothing large is copied for it. A value of plain Python is compared as it is, and a tensor by its
-version counter, so that an accelerator is not waited for. Of what is larger, of another kind, or
-slow to ask, it is not known whether it has changed.
+version counter, so that an accelerator is not waited for. Of an object with a state of its own the
+attributes are compared: its ``state_dict`` may take long, and is called for saves only. Of what is
+larger, of another kind, or slow to ask, it is not known whether it has changed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
 
+from .objects import ValuePart
 from .parts import Part
 
 __all__ = ["SmallState", "mark_of"]
@@ -132,4 +135,18 @@ def _getter(part: Part) -> Callable[[], Any]:
         # Its state dict waits for the accelerator.
         scaler = target
         return lambda: [getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)]
-    return part.capture
+    if isinstance(part, ValuePart) or isinstance(target, LRScheduler):
+        return part.capture
+    return lambda: _attributes(target)
+
+
+class _Plain:
+    """Has attributes and nothing else."""
+
+
+def _attributes(target: Any) -> dict[str, Any]:
+    kind = type(target)
+    if (kind.__basicsize__, kind.__itemsize__) != (_Plain.__basicsize__, 0):
+        raise ValueError(f"{kind.__qualname__} has more than its attributes")
+    attributes: dict[str, Any] = vars(target)
+    return attributes
