@@ -29,7 +29,7 @@ each tensor, by all, or not at all."""
 # for what the optimizers have; see ``Owned.reason``.
 
 EAGER_ASKED = 'staging="eager"'
-LAST_SAVE = "the last save of a training, or one that is only for a look"
+LAST_SAVE = "no other save follows: the training ends, or failed and is kept for a look"
 BY_HAND = "a save by hand, after which something else than an optimizer may write"
 SEVERAL_RANKS = 'several ranks, which copy late only with staging="overlap"'
 WRITTEN_TO = "something wrote to the state while an earlier save was copied"

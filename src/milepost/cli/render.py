@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ __all__ = [
     "Column",
     "age_text",
     "count_text",
+    "fitted",
     "iso_text",
     "metrics_text",
     "plain",
@@ -33,6 +35,9 @@ __all__ = [
 ]
 
 _SHOWN_METRICS = 3
+_GAP = 2
+_NARROWEST = 12
+_WORD = re.compile(r"[^\s/]*(?:/+|\s+|$)")
 _SPANS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _STYLES = {
     "damaged": "red",
@@ -57,10 +62,12 @@ class Column:
     Attributes:
         title: Its heading.
         is_number: Whether it is aligned to the right.
+        is_whole: Whether its cells are never broken over lines, as those of numbers never are.
     """
 
     title: str
     is_number: bool = False
+    is_whole: bool = False
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
@@ -87,18 +94,65 @@ def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
+    titles = [column.title for column in columns]
+    lines = fitted([titles, *rows], columns, console.width)
+    titles, rows = lines[0], lines[1:]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, column in enumerate(columns):
+    for title, column in zip(titles, columns, strict=True):
         table.add_column(
-            column.title,
+            title,
             justify="right" if column.is_number else "left",
-            no_wrap=number == 0 or column.is_number,
+            no_wrap=column.is_number or column.is_whole,
             overflow="fold",
         )
     for row in rows:
         # Text, not markup: names and metrics may hold square brackets.
         table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)
+    console.print(table)
+
+
+def fitted(rows: Sequence[Sequence[str]], columns: Sequence[Column], width: int) -> list[list[str]]:
+    """Return rows whose long cells are broken into lines, where words end, to fit into a width.
+
+    Args:
+        rows: The cells, headings included.
+        columns: What they belong to.
+        width: Characters of a line.
+    """
+    widths = [max(len(row[n]) for row in rows) for n in range(len(columns))]
+    free = [n for n, column in enumerate(columns) if not (column.is_number or column.is_whole)]
+    excess = sum(widths) + _GAP * (len(columns) - 1) - width
+    words = [max(len(word.rstrip()) for row in rows for word in _words(row[n])) for n in free]
+    for floors in (words, [min(_NARROWEST, most) for most in words]):
+        for _ in range(max(excess, 0) if free else 0):
+            widest = max(zip(free, floors, strict=True), key=lambda one: widths[one[0]] - one[1])
+            if widths[widest[0]] <= widest[1]:
+                break
+            widths[widest[0]] -= 1
+            excess -= 1
+    return [
+        [_broken(cell, widths[n]) if n in free else cell for n, cell in enumerate(row)]
+        for row in rows
+    ]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text)
+
+
+def _broken(text: str, width: int) -> str:
+    """Break a text after spaces and slashes, and anywhere only where there are none."""
+    lines = [""]
+    for word in _words(text):
+        if len(lines[-1]) + len(word.rstrip()) > width and lines[-1]:
+            lines.append("")
+        rest = word
+        while len(rest.rstrip()) > width:
+            lines[-1], rest = rest[:width], rest[width:]
+            lines.append("")
+        lines[-1] += rest
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def print_json(value: Any) -> None:
@@ -168,10 +222,20 @@ def time_text(counters: Mapping[str, Any], name: str) -> str:
 
 
 def metrics_text(metrics: Mapping[str, Any]) -> str:
-    """Return a few metrics on a line."""
+    """Return a few metrics on a line; one that has a short name too, by that."""
+    metrics = {name: value for name, value in metrics.items() if not _is_repeated(name, metrics)}
     shown = [
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={plain(value)}"
         for name, value in list(metrics.items())[:_SHOWN_METRICS]
     ]
     more = len(metrics) - len(shown)
     return " ".join(shown) + (f" +{more}" if more else "")
+
+
+def _is_repeated(name: str, metrics: Mapping[str, Any]) -> bool:
+    """Return whether a metric of an evaluator stands there by its own name too, alike."""
+    _, slash, short = name.rpartition("/")
+    if not slash or short not in metrics:
+        return False
+    one, other = plain(metrics[name]), plain(metrics[short])
+    return bool(one == other)

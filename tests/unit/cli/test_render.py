@@ -57,3 +57,31 @@ def test_terminal_tables_show_square_brackets(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     render.print_table([render.Column("name")], [["f1 [bold]macro[/bold]"]])
     assert "f1 [bold]macro[/bold]" in capsys.readouterr().out
+
+
+def test_cells_are_broken_where_words_end():
+    """Half a name, or ``float3`` and ``2``, cannot be read; what is whole stays so."""
+    columns = [
+        render.Column("tensor"),
+        render.Column("before", is_whole=True),
+        render.Column("bytes", is_number=True),
+    ]
+    row = ["optimizers/AdamW/state/0.weight/exp_avg_sq", "float32 [64, 64]", "16.0 KiB"]
+    assert render.fitted([row], columns, 80) == [row]
+    ((name, *others),) = render.fitted([row], columns, 60)
+    assert name.split("\n") == ["optimizers/AdamW/state/0.weight/", "exp_avg_sq"]
+    assert others == row[1:]
+    assert max(map(len, name.split("\n"))) + sum(map(len, others)) + 4 <= 60
+    # What cannot be made to fit is left alone.
+    assert render.fitted([row], columns[1:2] * 3, 10) == [row]
+    # A word that is longer than all there is room for is broken, and not lost.
+    ((name, *_),) = render.fitted([["x" * 90, *row[1:]]], columns, 60)
+    assert name.replace("\n", "") == "x" * 90
+
+
+def test_a_metric_is_shown_once():
+    """An evaluator's metric has a short name beside the long one while it is the only one."""
+    same = {"Accuracy": 0.9359, "loss": 0.5, "test/Accuracy": 0.9359}
+    assert render.metrics_text(same) == "Accuracy=0.9359 loss=0.5"
+    other = {"Accuracy": 0.5, "test/Accuracy": 0.9359}
+    assert render.metrics_text(other) == "Accuracy=0.5 test/Accuracy=0.9359"

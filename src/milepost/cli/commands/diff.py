@@ -19,14 +19,19 @@ __all__ = ["diff"]
 _MAX_TEXT = 40
 _TENSOR_COLUMNS = (
     Column("tensor"),
-    Column("change"),
-    Column("before"),
-    Column("after"),
+    Column("change", is_whole=True),
+    Column("before", is_whole=True),
+    Column("after", is_whole=True),
     Column("bytes", is_number=True),
     Column("max abs", is_number=True),
     Column("rel l2", is_number=True),
 )
-_OTHER_COLUMNS = (Column("value"), Column("change"), Column("before"), Column("after"))
+_OTHER_COLUMNS = (
+    Column("value"),
+    Column("change", is_whole=True),
+    Column("before"),
+    Column("after"),
+)
 
 
 def diff(

@@ -40,4 +40,4 @@ def import_(
     if as_json:
         print_json({"url": found.url, "bytes": manifest.size_bytes, "items": list(manifest.items)})
     else:
-        print(f"{found.url} ({size_text(manifest.size_bytes)})")
+        print(f"{found.url.removeprefix('file://')} ({size_text(manifest.size_bytes)})")

@@ -23,9 +23,9 @@ from ..render import (
 __all__ = ["ls", "record_of", "validation_record"]
 
 _COLUMNS = (
-    Column("name"),
-    Column("state"),
-    Column("made"),
+    Column("name", is_whole=True),
+    Column("state", is_whole=True),
+    Column("made", is_whole=True),
     Column("epoch", is_number=True),
     Column("batch", is_number=True),
     Column("size", is_number=True),

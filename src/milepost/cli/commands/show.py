@@ -28,8 +28,8 @@ __all__ = ["show"]
 _TENSOR_COLUMNS = (
     Column("item"),
     Column("name"),
-    Column("dtype"),
-    Column("shape"),
+    Column("dtype", is_whole=True),
+    Column("shape", is_whole=True),
     Column("bytes", is_number=True),
     Column("file"),
 )
@@ -37,7 +37,7 @@ _PLAIN_COLUMN = Column("plain bytes", is_number=True)
 _FILE_COLUMNS = (
     Column("file"),
     Column("bytes", is_number=True),
-    Column("crc32c"),
+    Column("crc32c", is_whole=True),
     Column("shared with"),
 )
 
