@@ -84,6 +84,7 @@ class ObjectPart(Alike):
                 report.notes += self.target.remarks(stored)
             else:
                 report.problems.append(reason)
+                report.is_position_alien = True
 
     def apply(self, source: StateSource, item: str, report: LoadReport) -> None:
         """Give it the stored state."""

@@ -29,6 +29,8 @@ class LoadReport:
         cast: Tensors that were converted to the dtype of the live one; only in a lenient load.
         problems: Anything else that does not fit, in plain words.
         notes: What cannot be reproduced exactly, and checkpoints that were passed over.
+        is_position_alien: Whether a position in an epoch does not fit, which a lenient load refuses
+            as well.
     """
 
     source: str
@@ -40,6 +42,7 @@ class LoadReport:
     cast: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    is_position_alien: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -55,15 +58,19 @@ class LoadReport:
 
     def summary(self) -> str:
         """Return the report in a few lines."""
-        lines = [f"{len(self.loaded)} of {self.num_wanted} restored from {self.source}"]
+        restored = f"{len(self.loaded)} of {self.num_wanted} restored from {self.source}"
+        return "\n".join([restored, *self._details()])
+
+    __str__ = summary
+
+    def _details(self) -> list[str]:
+        lines = []
         for title, names in self._groups():
             if names:
                 lines.append(f"  {len(names)} {title}: {_some(names)}")
         lines.extend(f"  {problem}" for problem in self.problems)
         lines.extend(f"  note: {note}" for note in self.notes)
-        return "\n".join(lines)
-
-    __str__ = summary
+        return lines
 
     @property
     def num_wanted(self) -> int:
@@ -77,11 +84,16 @@ class LoadReport:
             MismatchError: With the whole report, before anything was changed.
         """
         if not self.is_exact:
+            details = "\n".join(self._details())
             raise MismatchError(
-                f"The checkpoint does not fit the objects it is loaded into:\n{self.summary()}\n",
+                f"What {self.source} holds does not fit the objects it is loaded into:\n"
+                f"{details}\n",
                 safe="Nothing was changed.",
-                hint="Build the objects as they were, or load with strict=False to take what fits.",
+                hint="Build the objects as they were, or go on from the end of an epoch."
+                if self.is_position_alien
+                else "Build the objects as they were, or load with strict=False to take what fits.",
                 report=self,
+                is_lenient_enough=not self.is_position_alien,
             )
 
     def _groups(self) -> list[tuple[str, Sequence[str]]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint import Checkpoint, Run, open_checkpoint, open_source, run_store
 from ..engine.signals import StopSignals
-from ..errors import MissingError, Preempted, UsageError
+from ..errors import MismatchError, MissingError, Preempted, UsageError
 from ..fetching import Fetching
 from ..state.loader import ResumableLoader
 from ..state.objects import FromLeader, PerRank, Value
@@ -167,23 +168,26 @@ class Session:
             path_format = self._group.lead("name the checkpoint", lambda: fill_ranks(named))
         if object_store is not None and path_format is None:
             raise UsageError("load_object_store without load_path_format names no object.")
-        if self._folder is not None:
-            origin = None
-            if self._resume == "never" and path_format is not None and object_store is None:
-                # Naming a checkpoint of this run is the wish to go on from it.
-                origin = None if weights_only else self._find_origin(path_format)
-            self._open_run(origin)
-        if self.is_restored:
-            assert self.checkpointer is not None
-            if path_format is not None and self._resume != "never" and self._group.rank == 0:
-                _log.info(
-                    "Going on from %s of this run, not from %s.",
-                    self.checkpointer.resumed_from,
-                    path_format,
-                )
-        elif path_format is not None:
-            with open_place(path_format, object_store=object_store, fetching=fetching) as place:
-                self._restore(place, weights_only=weights_only, strict=strict, fetching=fetching)
+        with _ways_of_a_trainer(weights_only=weights_only):
+            if self._folder is not None:
+                origin = None
+                if self._resume == "never" and path_format is not None and object_store is None:
+                    # Naming a checkpoint of this run is the wish to go on from it.
+                    origin = None if weights_only else self._find_origin(path_format)
+                self._open_run(origin)
+            if self.is_restored:
+                assert self.checkpointer is not None
+                if path_format is not None and self._resume != "never" and self._group.rank == 0:
+                    _log.info(
+                        "Going on from %s of this run, not from %s.",
+                        self.checkpointer.resumed_from,
+                        path_format,
+                    )
+            elif path_format is not None:
+                with open_place(path_format, object_store=object_store, fetching=fetching) as place:
+                    self._restore(
+                        place, weights_only=weights_only, strict=strict, fetching=fetching
+                    )
         if self.is_restored:
             self._settle()
 
@@ -307,6 +311,22 @@ class Session:
             state.stop_training()
         else:
             state.stopped_for = None
+
+
+@contextmanager
+def _ways_of_a_trainer(*, weights_only: bool) -> Iterator[None]:
+    """Have an error that says what a strict load did not take name what a Trainer can do."""
+    try:
+        yield
+    except MismatchError as error:
+        if error.facts.get("is_lenient_enough"):
+            error.hint = (
+                "Build the model as it was, or take what fits with load_strict=False."
+                if weights_only
+                else "Build the objects as they were; or, in another save_folder, take the weights "
+                "alone: load_path_format with load_weights_only=True."
+            )
+        raise
 
 
 def _attribute(state: State, name: str) -> Value:
