@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from .checkpoint import Checkpoint, Place, Run
 from .engine.pending import PendingSave
-from .engine.signals import StopSignals
+from .engine.signals import StopSignals, asked_to_end
 from .errors import CheckpointError, Preempted, UsageError
 from .fetching import Fetching
 from .liveness import beat
@@ -298,6 +298,9 @@ class Checkpointer:
             origin=origin,
             covers=None if self._tracked.strict else resumption.covers,
         )
+        if self.is_resumed and self._writer.team.rank == 0:
+            at = self.timer.epoch, self.timer.batch
+            _log.info("Going on from %s (epoch %d, batch %d).", self.resumed_from, *at)
         self._resumption.tell()
         self._is_open = True
         self._batch_at_open = self.timer.batch
@@ -557,6 +560,8 @@ class Checkpointer:
         if number is None:
             return
         name = self._saves.save_before_stop(self._deadline_s)
+        if name is not None and self._writer.team.rank == 0:
+            _log.info("%s", asked_to_end(number, name))
         raise Preempted(number, name)
 
     def log(self, **metrics: Any) -> None:

@@ -178,8 +178,9 @@ def loop(folder, *, at, do, every=None, epochs=1):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_loop_after_the_batch_with_a_checkpoint(tmp_path, number):
+def test_a_signal_ends_the_loop_after_the_batch_with_a_checkpoint(tmp_path, number, caplog):
     """The exit code tells which signal it was; the rest of the loop is not run."""
+    caplog.set_level(logging.INFO, logger="milepost")
     previous = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
     with pytest.raises(mp.Preempted) as caught:
         loop(tmp_path, at=2, do=lambda _: os.kill(os.getpid(), number))
@@ -191,6 +192,8 @@ def test_a_signal_ends_the_loop_after_the_batch_with_a_checkpoint(tmp_path, numb
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)] == previous
     _, seen = loop(tmp_path, at=None, do=None)
     assert seen == [3, 4, 5]
+    assert f"Asked to end by {signal.Signals(number).name}; saved as ba3." in caplog.messages
+    assert "Going on from ba3 (epoch 0, batch 3)." in caplog.messages
 
 
 def test_a_point_that_was_just_saved_is_not_saved_again(tmp_path):

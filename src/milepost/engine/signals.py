@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["StopSignals"]
+__all__ = ["StopSignals", "asked_to_end"]
 
 _WATCHED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
@@ -92,6 +92,11 @@ class StopSignals:
     def _pass_on(self, number: int) -> None:
         signal.signal(number, self._previous.get(number) or signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def asked_to_end(number: int, name: str) -> str:
+    """Return what to tell of a process that a signal ended in order."""
+    return f"Asked to end by {signal.Signals(number).name}; saved as {name}."
 
 
 def _ignore(numbers: tuple[int, ...]) -> None:

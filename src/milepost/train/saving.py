@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..engine.signals import asked_to_end
 from ..errors import (
     CheckpointError,
     DeadlineError,
@@ -252,6 +253,8 @@ class Saving:
             _log.error("Signal %d: the state was not safe within %g s.", number, stopping.grace_s)
         except CheckpointError:
             _log.exception("Signal %d: the state could not be saved.", number)
+        if name is not None:
+            _log.info("%s", asked_to_end(number, name))
         raise Preempted(number, name)
 
     def rescue(self, error: BaseException) -> None:
@@ -276,9 +279,18 @@ class Saving:
                 name = f"ba{state.timer.batch + in_hand}"
                 pending = self.checkpointer.save_diagnostic("failed", name, extra={}, wait=False)
             pending.wait()
-            attach_note(error, f"The state was saved as {pending.name!r}.")
+            attach_note(error, self._where_saved(pending.name))
         except Exception as failure:  # noqa: BLE001 - recorded with the error that matters
             attach_note(error, f"The state could not be saved: {failure!r}")
+
+    def _where_saved(self, name: str) -> str:
+        """Return what to tell of a save after an error: its name, and where a resume begins."""
+        assert self.checkpointer is not None
+        if "/" not in name:
+            return f"The state was saved as {name!r}, and a resume goes on from there."
+        newest = self.newest_name or self.checkpointer.resumed_from
+        resume = f"goes on from {newest!r}" if newest else "begins anew: there is no checkpoint"
+        return f"The state was saved as {name!r}, for a look only. A resume {resume}."
 
     def _save_here(
         self, reason: str, *, timeout_s: float | None, notes: tuple[str, ...] = ()

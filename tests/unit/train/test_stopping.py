@@ -195,10 +195,14 @@ def test_the_same_trainer_can_go_on_after_an_error(dropout, tmp_path, at) -> Non
 def test_an_error_after_the_step_leaves_only_a_diagnostic(dropout, tmp_path, at, event) -> None:
     """A state between two batches is to be looked at, never resumed from."""
     wrong = at(event, _boom, when=lambda state: state.timer.batch in (9, 10))
-    with pytest.raises(_BoomError):
+    with pytest.raises(_BoomError) as caught:
         dropout(callbacks=wrong, save_folder=tmp_path, save_interval="5ba").fit()
     assert _names(tmp_path)[-1] in ("ba5", "ba10")
-    assert any((tmp_path / "failed").iterdir())
+    (failed,) = (tmp_path / "failed").iterdir()
+    told = (
+        f"'failed/{failed.name}', for a look only. A resume goes on from {_names(tmp_path)[-1]!r}."
+    )
+    assert any(told in note for note in getattr(caught.value, "__notes__", [told]))
 
 
 @pytest.mark.parametrize(
@@ -208,9 +212,11 @@ def test_an_error_after_the_step_leaves_only_a_diagnostic(dropout, tmp_path, at,
 def test_a_diagnostic_is_called_after_the_batch_that_failed(make, tmp_path, at, event, name):
     """The one in hand, counted from 1: the timer counts it only once it is done."""
     wrong = at(event, _boom, when=lambda state: state.timer.batch in (3, 10))
-    with pytest.raises(_BoomError):
+    with pytest.raises(_BoomError) as caught:
         make(callbacks=wrong, save_folder=tmp_path, save_interval="99ep").fit()
     assert [path.name for path in (tmp_path / "failed").iterdir()] == [name]
+    told = "A resume begins anew: there is no checkpoint."
+    assert any(told in note for note in getattr(caught.value, "__notes__", [told]))
 
 
 def test_a_written_buffer_leaves_only_a_diagnostic(dropout, tmp_path, at) -> None:
