@@ -14,6 +14,7 @@ import pytest
 
 import milepost
 import milepost.train
+from milepost.launch import RayEngine, launch
 
 try:
     import tomllib
@@ -37,7 +38,7 @@ def tables_of(page: str, head: str) -> list[tuple[str, list[list[str]]]]:
     """Return the tables whose first cell is ``head``, with the text before each."""
     lines, found, before = page.splitlines(), [], ""
     for number, line in enumerate(lines):
-        if line.startswith("| ") and lines[number + 1].startswith("|---"):
+        if line.startswith("| ") and "".join(lines[number + 1 : number + 2])[:4] == "|---":
             rows = []
             for row in lines[number + 2 :]:
                 if not row.startswith("|"):
@@ -129,3 +130,19 @@ def test_the_tree_in_the_readme_is_the_package_in_its_order():
     }
     numbers = [layer[name] for name in listed]
     assert numbers == sorted(numbers), listed
+
+
+def test_old_names_lead_to_names_that_there_are():
+    """A table of names that are wrong themselves sends people from one TypeError to the next."""
+    known = ("Trainer", "Checkpointer", "Evaluator", "ScalingConfig")
+    owners = [*map(called, known), launch, RayEngine]
+    wanted = {name for owner in owners for name in arguments_of(owner)}
+    page = (GUIDES / "coming-from.md").read_text(encoding="utf-8")
+    heads = ("Composer", "Ray Train", "Lightning", "by hand")
+    rows = [row for head in heads for _, found in tables_of(page, head) for row in found]
+    named = {name for _, new in rows for name in re.findall(r"\b(\w+)=(?!=)", new)}
+    assert named - wanted <= {"model", "loss"}  # what is tracked, and logged, by a name of its own
+    ((_, composer),) = tables_of(page, "Composer")
+    old = {name for cell, _ in composer for name in re.findall(r"`(\w+)=", cell)}
+    assert len(old) > 5
+    assert old & set(arguments_of(milepost.Trainer)) == {"device"}  # of which a value differs
