@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .convert.dcp_trees import DCP_METADATA
@@ -27,9 +26,8 @@ from .runs.validations import Validation
 from .runs.verify import Level, VerifyReport, verify
 from .stores.base import Store
 from .stores.local import LocalStore
-from .stores.posix import expanded
 from .stores.prefix import PrefixStore
-from .stores.url import is_address, open_store
+from .stores.url import is_address, open_store, path_at, trimmed
 from .visible import SUFFIXES, VisibleFiles
 
 if TYPE_CHECKING:
@@ -87,9 +85,9 @@ class Checkpoint:
             if next(iter(store.list()), None) is None:
                 raise MissingError(f"There are no files at {address}.", path=address)
             return cls(store, "")
-        if not Path(path).is_dir():
+        if not path_at(path).is_dir():
             raise MissingError(f"{path} is not a folder.", path=str(path))
-        return cls(LocalStore(path), "")
+        return cls(LocalStore(path_at(path)), "")
 
     @property
     def url(self) -> str:
@@ -524,8 +522,8 @@ def open_checkpoint(place: Place) -> Checkpoint:
     """
     address = os.fspath(place)
     if is_address(address):
-        return _open_remote(address.rstrip("/"))
-    path = expanded(place)
+        return _open_remote(trimmed(address))
+    path = path_at(place)
     if (path / MANIFEST).is_file():
         return Checkpoint(LocalStore(path), "")
     hidden = path.parent / HIDDEN
@@ -602,7 +600,9 @@ def open_source(
     try:
         return open_checkpoint(place).source(rank=rank, progress=progress, fetching=fetching)
     except MissingError:
-        path = expanded(place)
+        if is_address(os.fspath(place)):
+            raise
+        path = path_at(place)
         if (path / DCP_METADATA).is_file():
             from .convert.dcp import DcpSource
 

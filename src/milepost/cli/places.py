@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from ..checkpoint import Checkpoint, Run, open_checkpoint, open_run, run_store
 from ..errors import DamagedError, IncompleteError, MissingError, UsageError
 from ..format.layout import DIAGNOSTIC_FOLDERS, HIDDEN, LATEST
 from ..runs.scan import Found, State
-from ..stores.posix import expanded
-from ..stores.url import is_address
+from ..stores.url import is_address, path_at, trimmed
 from ..visible import SUFFIXES
 
 __all__ = ["Located", "locate", "locate_run", "path_of", "target_of"]
@@ -54,7 +52,7 @@ def path_of(place: str) -> Path:
     """Return the local path that was meant: with ``~``, or as ``file:///``.
 
     Raises:
-        UsageError: It is the address of a store.
+        UsageError: It is the address of a store, or a folder of another machine.
     """
     if is_address(place):
         raise UsageError(
@@ -62,14 +60,16 @@ def path_of(place: str) -> Path:
             safe="Nothing was written.",
             hint="Name a folder or a file here, and copy it there by other means.",
         )
-    if place.startswith("file://"):
-        place = unquote(urlsplit(place).path)
-    return expanded(place)
+    return path_at(place)
 
 
 def target_of(place: str) -> Path | str:
-    """Return the local path or the address that was meant."""
-    return place.rstrip("/") if is_address(place) else path_of(place).absolute()
+    """Return the local path or the address that was meant.
+
+    Raises:
+        UsageError: An address without a bucket, or a folder of another machine.
+    """
+    return trimmed(place) if is_address(place) else path_of(place).absolute()
 
 
 def locate_run(place: str) -> Run:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..reporting.config import CheckpointConfig
-from ..stores.url import folder_of, is_address
+from ..stores.url import folder_of, is_address, settled, trimmed
 from .policy import FailureConfig
 
 __all__ = ["RunConfig", "ScalingConfig"]
@@ -78,8 +78,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for place in (self.storage_path, self.local_path, self.local_cache):
-            if place is not None and not is_address(os.fspath(place)):
-                folder_of(os.fspath(place))  # raises if it is none
+            if place is not None:
+                settled(os.fspath(place))  # raises if it is none
         if self.local_path is not None and is_address(os.fspath(self.local_path)):
             raise UsageError(
                 f"{os.fspath(self.local_path)} is not a folder on this machine.",
@@ -109,7 +109,7 @@ class RunConfig:
     def root(self) -> str:
         """Return where runs are kept: an absolute folder, or an address."""
         place = os.fspath(self.storage_path)
-        return place.rstrip("/") if is_address(place) else folder_of(place)
+        return trimmed(place) if is_address(place) else folder_of(place)
 
     @property
     def place(self) -> str:

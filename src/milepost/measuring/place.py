@@ -28,7 +28,7 @@ from ..runs.prune import delete_checkpoint
 from ..stores.base import Store
 from ..stores.local import LocalStore
 from ..stores.posix import expanded
-from ..stores.url import is_address, open_store
+from ..stores.url import is_address, open_store, trimmed
 from .figures import Limits, PlaceFigures, StateFigures
 from .limits import Clock, FolderLimits, PlaceLimits, StoreLimits, copy_s
 
@@ -126,7 +126,7 @@ class _Scratch:
 def _scratch(place: str | os.PathLike[str]) -> Iterator[_Scratch]:
     text, name = os.fspath(place), f".milepost-bench-{secrets.token_hex(8)}"
     if is_address(text):
-        target = f"{text.rstrip('/')}/{name}"
+        target = f"{trimmed(text)}/{name}"
         store = open_store(target)
         found = _Scratch(text, target, store, StoreLimits(open_store(f"{target}/limits")))
         made: list[Path] = []

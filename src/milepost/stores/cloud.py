@@ -47,6 +47,7 @@ from ..errors import (
 )
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.layout import is_key
+from .address import trimmed
 from .base import BegunUpload, BegunUploads, Entries, Entry, Names
 from .bucket import BucketStore
 from .clients import Clients
@@ -116,7 +117,7 @@ class CloudStore(BucketStore):
         silent_timeout_s: float = _SILENT_S,
         slowest_bytes_s: int = _SLOWEST_BYTES_S,
     ) -> None:
-        super().__init__(url.rstrip("/"), exclusive_create=True)
+        super().__init__(trimmed(url), exclusive_create=True)
         self._retry_timeout_s = retry_timeout_s
         self._clients = Clients(
             self.url,

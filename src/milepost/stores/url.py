@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ..errors import UsageError
+from .address import trimmed
 from .base import Store
 from .local import LocalStore
+from .posix import expanded
 from .prefix import PrefixStore
 from .provider import ObjectStoreProvider, ObjectStoreProviderHparams
 
-__all__ = ["AnyPlace", "folder_of", "is_address", "open_store", "settled"]
+__all__ = ["AnyPlace", "folder_of", "is_address", "open_store", "path_at", "settled", "trimmed"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BUCKETS = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss"})
@@ -22,6 +25,16 @@ def is_address(place: str) -> bool:
     """Return whether a text is the address of a store that is no folder of this machine."""
     scheme = _SCHEME.match(place)
     return scheme is not None and scheme[1].lower() != "file"
+
+
+def path_at(place: str | os.PathLike[str]) -> Path:
+    """Return the path of a file or folder here, named by its path or ``file:///path``.
+
+    Raises:
+        UsageError: It is one of another machine.
+    """
+    text = os.fspath(place)
+    return Path(folder_of(text)) if _SCHEME.match(text) else expanded(text)
 
 
 def folder_of(text: str) -> str:
@@ -57,7 +70,7 @@ def settled(place: AnyPlace) -> str | Store:
     text = os.fspath(place)
     if not isinstance(text, str):
         raise UsageError(f"{text!r} is not a place for a run.", hint="Give a folder.")
-    return text if is_address(text) else folder_of(text)
+    return trimmed(text) if is_address(text) else folder_of(text)
 
 
 def open_store(place: AnyPlace) -> Store:
@@ -70,7 +83,8 @@ def open_store(place: AnyPlace) -> Store:
             is.
 
     Raises:
-        UsageError: An empty place, or one of a kind that this version cannot open.
+        UsageError: An empty place, an address without a bucket, or a place of a kind that this
+            version cannot open.
     """
     if isinstance(place, ObjectStoreProviderHparams):
         place = place.initialize_object()
@@ -96,7 +110,7 @@ def _open_named(text: str) -> Store:
             )
         from .cloud import CloudStore
 
-        return CloudStore(text)
+        return CloudStore(trimmed(text))
     if name == "libcloud":
         return _open_libcloud(text)
     raise UsageError(
@@ -108,12 +122,8 @@ def _open_named(text: str) -> Store:
 
 
 def _open_libcloud(address: str) -> Store:
-    provider, _, rest = address.partition("://")[2].strip("/").partition("/")
+    provider, _, rest = trimmed(address).partition("://")[2].partition("/")
     container, _, prefix = rest.partition("/")
-    if not (provider and container):
-        raise UsageError(
-            f"{address!r} names no container.", hint="Write libcloud://provider/container/prefix."
-        )
     names = ("LIBCLOUD_KEY", "LIBCLOUD_SECRET")
     key, secret = (name if os.environ.get(name) else None for name in names)
     store = ObjectStoreProviderHparams(

@@ -12,8 +12,7 @@ from ..runs.folders import check_folder, file_key
 from ..runs.verify import Level
 from ..runs.verify import verify as compare
 from ..stores.base import Store
-from ..stores.posix import expanded
-from ..stores.url import is_address, open_store
+from ..stores.url import is_address, open_store, path_at, trimmed
 from .branches import refuse_misplaced
 from .bring import Progress, Shared, bring
 from .claims import Commit, claim_copy, is_committed
@@ -56,7 +55,8 @@ def copy_checkpoint(
     Raises:
         MissingError: There is no such checkpoint, or a file of it is missing.
         ExistsError: There is something else, or the run there is another branch of its own.
-        UsageError: The run there knows nothing of the session that wrote it.
+        UsageError: A place without a bucket; or the run there knows nothing of the session that
+            wrote it.
         InUseError: Another process is copying there.
         DamagedError: Bytes that do not match their checksum. What was copied before stays for the
             next try; it is no checkpoint.
@@ -145,7 +145,7 @@ def _destination(found: Checkpoint, to: Place | Store, commit: Commit) -> tuple[
         return (to, "") if _is_free(to) else _below(found, to, commit)
     text = os.fspath(to)
     is_below = text.endswith("/")
-    text = text.rstrip("/") if is_address(text) else str(expanded(text).absolute())
+    text = trimmed(text) if is_address(text) else str(path_at(text).absolute())
     store = open_store(text)
     if is_below or not _is_free(store):
         return _below(found, store, commit)

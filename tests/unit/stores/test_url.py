@@ -5,10 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from milepost import (
+    Checkpoint,
+    Checkpointer,
+    copy_checkpoint,
+    open_run,
+    sync_run,
+)
+from milepost.checkpoint import open_checkpoint
+from milepost.cli.app import app
+from milepost.cli.places import path_of, target_of
 from milepost.errors import UsageError
+from milepost.integrations.dcp.writer import StorageWriter
 from milepost.launch import RunConfig
 from milepost.stores import LocalStore, MemoryStore, PrefixStore, open_store
+from milepost.stores.cloud import CloudStore
 from milepost.stores.url import settled
 
 
@@ -46,12 +60,67 @@ def test_buckets_are_opened_by_their_addresses(place, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["s3://", "az://c/x"])
-def test_an_address_that_no_client_can_be_made_of_is_refused(place, monkeypatch):
+def test_an_address_that_no_client_can_be_made_of_is_refused(monkeypatch):
     """Not later, when the first checkpoint is due."""
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(UsageError, match="No client"):
-        open_store(place)
+        open_store("az://c/x")
+
+
+@pytest.mark.parametrize(
+    "place", ["s3://", "s3:///", "s3:///run", "S3://", "gs://", "az:///x", "libcloud://"]
+)
+def test_an_address_without_a_bucket_is_nowhere_a_folder(place, tmp_path, monkeypatch):
+    """It is what a script writes whose variable is not set; nobody looks in a folder ``s3:``."""
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("run", model=torch.nn.Linear(2, 2), handle_signals=False) as run:
+        run.save("a", wait=True)
+    torch.save({"weight": torch.zeros(1)}, "old.pt")
+    uses = [
+        settled,
+        open_store,
+        open_run,
+        open_checkpoint,
+        Checkpoint.from_directory,
+        target_of,
+        CloudStore,
+        lambda one: RunConfig(storage_path=one),
+        lambda one: copy_checkpoint("run/a", one),
+        lambda one: sync_run("run", one),
+        lambda one: StorageWriter().reset(one),
+    ]
+    for use in uses:
+        with pytest.raises(UsageError, match=r"names no (bucket|container)"):
+            use(place)
+    for words in (["cp", "run/a"], ["import", "old.pt"], ["doctor"], ["ls"], ["bench"]):
+        answer = CliRunner().invoke(app, [*words, place])
+        assert answer.exit_code == 2, (words, answer.output)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["old.pt", "run"]
+
+
+def test_dcp_takes_no_bucket_for_a_checkpoint():
+    """Cut at its last slash, it would name a folder ``s3:`` as the run."""
+    with pytest.raises(UsageError, match="names a bucket"):
+        StorageWriter().reset("s3://bucket/")
+
+
+@pytest.mark.parametrize("place", ["file://host/etc", "FILE://nas/runs", "file://nas"])
+def test_commands_refuse_a_folder_of_another_machine(place):
+    """Without the name of the machine it would be ``/etc`` of this one."""
+    for use in (path_of, target_of, open_checkpoint, Checkpoint.from_directory):
+        with pytest.raises(UsageError, match="names another machine"):
+            use(place)
+
+
+def test_checkpoints_are_copied_to_the_address_of_a_folder(tmp_path, monkeypatch):
+    """Not to a folder ``file:`` below this one."""
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("run", model=torch.nn.Linear(2, 2), handle_signals=False) as run:
+        run.save("a", wait=True)
+    report = copy_checkpoint(f"file://{tmp_path}/run/a", f"file://{tmp_path}/b%20c")
+    assert report.url == f"file://{tmp_path}/b c"
+    assert open_checkpoint(f"file://{tmp_path}/b%20c").verify(level="full").is_good
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["b c", "run"]
 
 
 @pytest.mark.parametrize("place", ["", "ftp://host/x", "file://host/x", "file://", b"bytes"])

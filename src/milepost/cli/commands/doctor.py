@@ -9,7 +9,7 @@ import typer
 from ...checkpoint import Run, run_store
 from ...errors import CheckpointError
 from ...stores.base import Store
-from ...stores.url import is_address, open_store
+from ...stores.url import is_address, open_store, trimmed
 from ..exits import Exit
 from ..places import path_of
 from ..probes import FAIL, OK, WARN, Check, nearest_folder, probe_folder, probe_run, probe_versions
@@ -51,7 +51,7 @@ def _look(place: str) -> tuple[str, list[Check]]:
         path = path_of(place)
         found = [*probe_versions(), *probe_folder(nearest_folder(path)), *probe_run(path)]
         return str(path.absolute()), found
-    store = _impatient(place.rstrip("/"))
+    store = _impatient(trimmed(place))
     found = [*probe_versions(), *probe_store(store)]
     is_reached = all(one.status != FAIL for one in found if one.name in ("list", "read"))
     return store.url, [*found, *(_look_at_run(store) if is_reached else [])]

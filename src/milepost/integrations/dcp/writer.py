@@ -37,7 +37,7 @@ from ...runs.erase import read_write_id
 from ...runs.folders import file_key
 from ...runs.keep import KeepPolicy
 from ...stores.base import Store
-from ...stores.url import open_store
+from ...stores.url import is_address, open_store, trimmed
 from ...tensors.dtypes import CODES, dtype_name
 from .planned import box_of, digests_of, paths_of, tensors_of, value_of
 
@@ -154,7 +154,15 @@ class StorageWriter(storage.StorageWriter):
         """Take the name of the next checkpoint. Called by DCP."""
         if checkpoint_id is None:
             return
-        place, _, name = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
+        text = os.fspath(checkpoint_id)
+        text = trimmed(text) if is_address(text) else text.rstrip("/")
+        place, _, name = text.rpartition("/")
+        if is_address(text) and not is_address(place):
+            raise UsageError(
+                f"{text} names a bucket, and no checkpoint in a run.",
+                safe="Nothing was written.",
+                hint=f"Write {text}/run/name.",
+            )
         check_name(name)
         if place:
             store = open_store(place)
