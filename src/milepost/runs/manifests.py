@@ -41,15 +41,20 @@ _MAX_MANIFEST_BYTES = 32 * 1024 * 1024
 _MAX_REMEMBERED_BYTES = 32 * 1024 * 1024
 
 
-def read_manifest(store: Store, name: str) -> Manifest:
+def read_manifest(store: Store, name: str, *, file: str = MANIFEST) -> Manifest:
     """Return the commit of one checkpoint; ``""`` is the folder that the store stands in.
+
+    Args:
+        store: The run's store.
+        name: The checkpoint's folder.
+        file: Where the record stands.
 
     Raises:
         MissingError: There is none.
         DamagedError: It is torn or altered.
         NewerFormatError: A newer Milepost wrote it.
     """
-    key = file_key(name, MANIFEST)
+    key = file_key(name, file)
     data = store.get(key, max_bytes=_MAX_MANIFEST_BYTES)
     return Manifest.from_bytes(data, where=f"{store.url}/{key}")
 

@@ -1,6 +1,12 @@
 """Pins: checkpoints that retention must leave alone.
 
 The key alone protects; what stands in it is for people. So a pin that cannot be read protects too.
+
+Whoever pins writes the pin first and looks at the commit then. Whoever deletes unpublishes the
+commit first and looks at the pins then, see ``runs/prune.py``. So of the two at least one sees the
+other: a pin that was reported as set has its checkpoint. What was found deleted keeps its pin, for
+it may be that of somebody else, whom it was reported to; and a deletion that has not gone far is
+taken back for it.
 """
 
 from __future__ import annotations
@@ -26,17 +32,28 @@ def pin(store: Store, name: str, note: str = "", *, clock: Callable[[], float] =
     """Protect a checkpoint from retention; pinning it again replaces the note.
 
     Raises:
-        MissingError: There is no such checkpoint.
+        MissingError: There is no such checkpoint, or it was deleted at the same moment.
     """
     check_folder(name)
+    commit = file_key(name, MANIFEST)
     try:
-        store.head(file_key(name, MANIFEST))
+        store.head(commit)
     except MissingError as error:
         raise MissingError(
             f"There is no checkpoint {name} at {store.url} to pin.", path=store.url, name=name
         ) from error
     fields = {"format": FORMAT_VERSION, "name": name, "note": note, "created_s": clock()}
     store.put(pin_key(name), dump_record(fields))
+    try:
+        store.head(commit)
+    except MissingError as error:
+        raise MissingError(
+            f"{name} was being deleted when it was pinned.",
+            safe="The pin stays, and a deletion that has only begun is taken back for it.",
+            hint="Look whether it is still there: pin it once more.",
+            path=store.url,
+            name=name,
+        ) from error
 
 
 def unpin(store: Store, name: str) -> None:

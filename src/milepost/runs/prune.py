@@ -4,6 +4,7 @@ A checkpoint is deleted in this order, and a stop in between leaves what the rig
 
     step                                    in the folder                    a reader sees
     rename manifest.json to deleted.json    deleted.json, parts, attempt     deleting, not counted
+    look whether it is pinned by now        the same                         deleting
     delete every file of the manifest       deleted.json, some parts, ...    deleting
     sync the folder                         deleted.json, attempt.json       deleting
     delete attempt.json                     deleted.json                     deleting
@@ -18,6 +19,16 @@ ones, and anything that Milepost did not make: a file of someone else's in the f
 folder with it, which then is no checkpoint. Before the first deletion the newest checkpoint is
 looked at; if it is not whole, the newest whole one stays too.
 
+A pin may come between the last look at it and the rename. So there is another look after the
+rename, and after a stop whoever finishes the deletion takes it: where there is a pin and every file
+is still in place, ``deleted.json`` becomes the manifest again. A pin that comes later finds no
+manifest, and is not reported as set. Where files are gone already, the deletion goes on: only then
+no pin was reported, or it was set on purpose over a deletion by force. Of two that finish the same
+deletion one may look before the pin came and the other after; then ``erase`` sees before its next
+file that ``deleted.json`` is gone, and ends, and the one that put the manifest back looks once more
+whether all is there. What remains is a stop between one look of ``erase`` and the deletion after
+it.
+
 What a decision was made from may be out of date when it is carried out, by a moment or by an hour.
 So with each deletion it is asked again, of the store and not of the view, whether a newer session
 owns the run (once, before the first), whether the checkpoint is pinned by now, and whether the
@@ -28,6 +39,7 @@ checkpoint can only have changed by its own doing, or by that of a newer session
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +60,7 @@ from .keep import KeepPolicy, Record, keep_any
 from .manifests import ManifestCache
 from .pins import is_pinned
 from .publish import give_up
+from .putting_back import put_back
 from .readers import shut_out
 from .scan import Found, RunView, State, scan
 from .sessions import Session, check_not_fenced, is_provably_dead
@@ -55,6 +68,8 @@ from .validations import delete_validation, list_validations, validation_id
 from .verify import newest_good
 
 __all__ = ["Decision", "PruneReport", "decide", "delete_checkpoint", "prune", "sweep"]
+
+_log = logging.getLogger("milepost")
 
 ATTEMPT_MAX_AGE_S = 24 * 3600.0
 """An attempt that nothing was written to for so long has no writer any more."""
@@ -195,7 +210,7 @@ def prune(
             continue
         try:
             if has_begun:
-                _finish_deletion(store, name)
+                _delete_rest(store, name)
             elif not _delete(store, name, write_id=found.write_id):
                 continue  # another process deleted it, and perhaps made a new one of that name
         except CheckpointError as error:
@@ -217,7 +232,7 @@ def delete_checkpoint(store: Store, name: str, *, force: bool = False) -> None:
         force: Delete it although it is pinned.
 
     Raises:
-        UsageError: It is pinned.
+        UsageError: It is pinned, perhaps since a moment ago.
         InUseError: It is being read.
         IncompleteError: The folder is an attempt that was never committed.
     """
@@ -228,7 +243,7 @@ def delete_checkpoint(store: Store, name: str, *, force: bool = False) -> None:
     except MissingError:
         keys = {entry.key for entry in store.list(name)}
         if file_key(name, DELETED) in keys:
-            _finish_deletion(store, name)
+            _delete_rest(store, name, force=force)
         elif file_key(name, ATTEMPT) in keys:
             raise IncompleteError(
                 f"{name} holds no checkpoint, but files of an attempt at one.",
@@ -279,7 +294,8 @@ def sweep(
         is_attempt = found.state is State.INCOMPLETE and found.name not in own_attempts
         try:
             if found.state is State.DELETING:
-                _finish_deletion(store, found.name)
+                if not _finish_deletion(store, found.name):
+                    continue
             elif is_attempt and _is_over(store, view, found, session, identity):
                 _give_up_wholly(store, found)
                 tell_of_unseen(store, found.name)
@@ -317,9 +333,11 @@ def _must_stay(store: Store, view: RunView) -> dict[str, str]:
 
 def _refuse_pinned(store: Store, name: str, *, force: bool) -> None:
     if not force and is_pinned(store, name):
-        raise UsageError(
-            f"{name} is pinned and was not deleted.", hint="Unpin it first.", name=name
-        )
+        raise _pinned(name)
+
+
+def _pinned(name: str) -> UsageError:
+    return UsageError(f"{name} is pinned and was not deleted.", hint="Unpin it first.", name=name)
 
 
 def _delete(store: Store, name: str, *, write_id: str | None, force: bool = False) -> bool:
@@ -335,11 +353,20 @@ def _delete(store: Store, name: str, *, write_id: str | None, force: bool = Fals
         # the manifest first.
         is_marked = True
     if is_marked:
-        _finish_deletion(store, name)
+        _delete_rest(store, name, force=force)
     return is_marked
 
 
-def _finish_deletion(store: Store, name: str) -> None:
+def _delete_rest(store: Store, name: str, *, force: bool = False) -> None:
+    if not _finish_deletion(store, name, force=force):
+        raise _pinned(name)
+
+
+def _finish_deletion(store: Store, name: str, *, force: bool = False) -> bool:
+    """Remove what is left of a checkpoint; return ``False`` if it was put back for a pin."""
+    if not force and is_pinned(store, name) and put_back(store, name):
+        _log.warning("%s is pinned: its deletion, which had only begun, was taken back.", name)
+        return False
     try:
         write_id = read_write_id(store, file_key(name, DELETED))
     except MissingError:
@@ -349,6 +376,7 @@ def _finish_deletion(store: Store, name: str) -> None:
     failed = erase(store, name)
     if failed:
         raise next(iter(failed.values()))
+    return True
 
 
 def _forget_validations(

@@ -239,6 +239,7 @@ def test_retention_finishes_the_deletions_that_it_meets(store, begin, save):
     pin(store, "ep1")
     for name in ("ep1", "ep2"):
         store.rename(f"{name}/manifest.json", f"{name}/deleted.json")
+    store.delete("ep1/part")
     decisions = decide(scan(store), [KeepLast(2)])
     assert [(d.name, d.keep, d.has_begun) for d in decisions[:2]] == [
         ("ep1", True, True),

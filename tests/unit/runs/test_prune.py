@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from milepost.errors import AccessError, FencedError, IncompleteError, StorageError, UsageError
+from milepost.errors import (
+    AccessError,
+    FencedError,
+    IncompleteError,
+    MissingError,
+    StorageError,
+    UsageError,
+)
 from milepost.runs import (
     Decision,
     Identity,
@@ -363,3 +370,123 @@ def test_nothing_of_a_deleted_checkpoint_stays_on_the_disk(tmp_path, begin, save
         "run.json",
         "sessions",
     ]
+
+
+class Meanwhile:
+    """Does something once, just before or after an operation on a store."""
+
+    def __init__(self, store, when, what, *, is_after=False):
+        self.when, self.what, self.is_after, self.store = when, what, is_after, store
+
+    def __call__(self, operation):
+        def call(*args, **kwargs):
+            is_it = self.what is not None and (operation.__name__, args[0]) == self.when
+            what, self.what = (self.what, None) if is_it else (None, self.what)
+            if what and not self.is_after:
+                what()
+            answer = operation(*args, **kwargs)
+            if what and self.is_after:
+                what()
+            return answer
+
+        return call
+
+
+def disturb(store, monkeypatch, when, what, *, is_after=False):
+    meanwhile = Meanwhile(store, when, what, is_after=is_after)
+    monkeypatch.setattr(store, when[0], meanwhile(getattr(store, when[0])))
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("how", ["prune", "delete"])
+def test_a_pin_between_the_look_and_the_rename_saves_the_checkpoint(
+    store, filled, monkeypatch, how, is_after
+):
+    """Its owner was told that it is pinned; after the rename he may be told that it is not."""
+    before, told = dict.fromkeys(store.list("ep1")), []
+
+    def meanwhile():
+        try:
+            pin(store, "ep1", "in the paper")
+            told.append("pinned")
+        except MissingError as error:
+            told.append(error.kind)
+
+    def late():
+        store.put("pins/ep1.json", b"{}")  # its own look came before the rename
+
+    # One that pins after the rename has looked for the commit before it.
+    disturb(
+        store,
+        monkeypatch,
+        ("rename", "ep1/manifest.json"),
+        late if is_after else meanwhile,
+        is_after=is_after,
+    )
+    if how == "prune":
+        report = prune(store, decide(scan(store), [KeepLast(4)]), session=filled)
+        assert report.deleted == ()
+        assert isinstance(report.errors["ep1"], UsageError)
+    else:
+        with pytest.raises(UsageError, match="pinned"):
+            delete_checkpoint(store, "ep1")
+    assert told == ([] if is_after else ["pinned"])
+    assert [one.key for one in store.list("ep1")] == [one.key for one in before]
+    assert names(store)[0] == "ep1"
+    assert verify(store, "ep1", Level.FULL).is_good
+
+
+def test_a_pin_that_comes_too_late_is_not_reported_as_set(store, filled, monkeypatch):
+    """The deletion had looked at the pins for the last time."""
+
+    def delete():
+        assert prune(store, decide(scan(store), [KeepLast(4)])).deleted == ("ep1",)
+
+    disturb(store, monkeypatch, ("put", "pins/ep1.json"), delete)
+    with pytest.raises(MissingError, match="was being deleted"):
+        pin(store, "ep1")
+    assert "ep1" not in names(store)
+
+
+@pytest.mark.parametrize("has_both", [False, True])
+def test_a_deletion_that_was_killed_before_its_look_at_the_pins_is_taken_back(
+    store, begin, filled, has_both
+):
+    """The pin was set between the look of the deletion and its rename."""
+    pin(store, "ep1")
+    if has_both:  # killed in the middle of a rename in two steps
+        store.put("ep1/deleted.json", store.get("ep1/manifest.json"))
+    else:
+        store.rename("ep1/manifest.json", "ep1/deleted.json")
+    assert sweep(store, begin(store, pid=2)) == []
+    assert names(store)[0] == "ep1"
+    assert verify(store, "ep1", Level.FULL).is_good
+    assert "ep1/deleted.json" not in {entry.key for entry in store.list("ep1")}
+
+
+def test_a_pinned_checkpoint_that_has_lost_files_is_not_put_back(store, begin, filled):
+    """A commit whose files are missing is worse than none."""
+    pin(store, "ep1")
+    store.rename("ep1/manifest.json", "ep1/deleted.json")
+    store.delete("ep1/part")
+    assert sweep(store, begin(store, pid=2)) == ["ep1"]
+    assert list(store.list("ep1")) == []
+
+
+def test_what_was_put_back_while_another_removed_it_is_no_checkpoint(
+    store, begin, filled, monkeypatch
+):
+    """The other one had looked at the pins before there was one, and at the record just now."""
+    pin(store, "ep1")
+    store.rename("ep1/manifest.json", "ep1/deleted.json")
+    disturb(store, monkeypatch, ("rename", "ep1/deleted.json"), lambda: store.delete("ep1/part"))
+    assert sweep(store, begin(store, pid=2)) == ["ep1"]
+    assert "ep1" not in names(store)
+
+
+def test_by_force_a_pinned_one_goes_though_it_is_looked_at_again(store, filled):
+    """That is what force is for."""
+    pin(store, "ep1")
+    store.rename("ep1/manifest.json", "ep1/deleted.json")
+    delete_checkpoint(store, "ep1", force=True)
+    assert list(store.list("ep1")) == []
