@@ -31,16 +31,31 @@ class Bar(Protocol):
 
 @contextmanager
 def training_bar(
-    *, total: float | None, is_shown: bool = True, stream: TextIO | None = None
+    *,
+    total: float | None,
+    done: float = 0,
+    text: str = "",
+    is_shown: bool = True,
+    stream: TextIO | None = None,
 ) -> Iterator[Bar]:
     """Show the progress of a training.
 
     Args:
         total: All batches, or ``None`` where that is not known.
+        done: Those that were trained before, by a run that is resumed.
+        text: What to say beside the bar at the beginning.
         is_shown: False shows nothing: switched off, or not rank 0.
         stream: Where to write; standard error by default.
     """
-    with _bar("training", total=total, is_shown=is_shown, stream=stream, is_bytes=False) as bar:
+    with _bar(
+        "training",
+        total=total,
+        done=done,
+        text=text,
+        is_shown=is_shown,
+        stream=stream,
+        is_bytes=False,
+    ) as bar:
         yield bar
 
 
@@ -79,7 +94,14 @@ def job_bar(title: str, *, total: float, stream: TextIO | None = None) -> Iterat
 
 @contextmanager
 def _bar(
-    title: str, *, total: float | None, is_shown: bool, stream: TextIO | None, is_bytes: bool
+    title: str,
+    *,
+    total: float | None,
+    done: float = 0,
+    text: str = "",
+    is_shown: bool,
+    stream: TextIO | None,
+    is_bytes: bool,
 ) -> Iterator[Bar]:
     out = sys.stderr if stream is None else stream
     if not is_shown:
@@ -87,7 +109,7 @@ def _bar(
     elif not out.isatty():
         yield _Lines(title, total, out)
     else:
-        with _RichBar(title, total, out, is_bytes=is_bytes) as bar:
+        with _RichBar(title, total, out, done=done, text=text, is_bytes=is_bytes) as bar:
             yield bar
 
 
@@ -120,7 +142,16 @@ class _Lines:
 class _RichBar:
     """A bar that is redrawn in place."""
 
-    def __init__(self, title: str, total: float | None, out: TextIO, *, is_bytes: bool) -> None:
+    def __init__(
+        self,
+        title: str,
+        total: float | None,
+        out: TextIO,
+        *,
+        done: float,
+        text: str,
+        is_bytes: bool,
+    ) -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -142,7 +173,7 @@ class _RichBar:
             TextColumn("{task.fields[text]}"),
             console=Console(file=out),
         )
-        self._task = self._progress.add_task(title, total=total, text="")
+        self._task = self._progress.add_task(title, total=total, completed=done, text=text)
 
     def __enter__(self) -> _RichBar:  # noqa: PYI034 - Self came with Python 3.11
         self._progress.start()

@@ -45,7 +45,7 @@ from .seeding import choose_seed, make_deterministic, reseed, seed_everything
 from .session import Session
 from .several import as_list
 from .sharing import agree_on_length, num_alike, share_evaluations, share_training
-from .showing import num_batches, show
+from .showing import num_batches, show, text_beside
 from .state import State
 from .step import TrainStep
 from .stopping import Stopping
@@ -445,7 +445,12 @@ class Trainer:
         timer.hold(None if self._group.is_alone else timer.wall_s)
         timer.start()
         try:
-            with training_bar(total=num_batches(self.state), is_shown=self._is_bar_shown) as bar:
+            with training_bar(
+                total=num_batches(self.state),
+                done=timer.batch,
+                text=text_beside(self.state, self._saving),
+                is_shown=self._is_bar_shown,
+            ) as bar:
                 self._loop.on_batch = lambda: show(bar, self.state, self._saving)
                 try:
                     yield

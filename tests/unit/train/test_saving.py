@@ -89,18 +89,25 @@ class _Bar:
     """Notes what is shown."""
 
     def __init__(self) -> None:
+        self.first: tuple[float, str] | None = None
         self.texts: list[str] = []
+        self.losses: list[str] = []
 
     def update(self, done, *, total=None, text="") -> None:
-        self.texts.append(text)
+        words = text.split(", ")
+        self.losses += [word for word in words if word.startswith("loss ")]
+        self.texts.append(", ".join(word for word in words if not word.startswith("loss ")))
 
 
 @pytest.fixture
 def bar(monkeypatch) -> _Bar:
     shown = _Bar()
-    monkeypatch.setattr(
-        "milepost.train.trainer.training_bar", lambda **_: contextlib.nullcontext(shown)
-    )
+
+    def open_bar(*, done, text, **_):
+        shown.first = (done, text)
+        return contextlib.nullcontext(shown)
+
+    monkeypatch.setattr("milepost.train.trainer.training_bar", open_bar)
     return shown
 
 
@@ -108,6 +115,18 @@ def test_the_bar_ends_with_the_newest_save(make, tmp_path, bar) -> None:
     """The last save of a training comes after the last batch."""
     make(save_folder=tmp_path, save_interval="5ba").fit()
     assert bar.texts[-1] == "epoch 2, saved ep2"
+
+
+def test_the_bar_begins_where_a_resume_goes_on(make, tmp_path, bar) -> None:
+    """A bar that begins at 0 looks as if the training had been lost; the loss is shown with it."""
+    make(save_folder=tmp_path, save_interval="5ba", max_duration="1ep").fit()
+    assert bar.first == (0, "epoch 0")
+    assert bar.losses
+    trainer = make(save_folder=tmp_path, save_interval="100ep", resume="auto")
+    done = trainer.state.timer.batch
+    assert done > 0
+    trainer.fit()
+    assert bar.first == (done, "epoch 1, resumed from ep1")
 
 
 def test_the_bar_names_only_what_is_committed(make, tmp_path, bar, at) -> None:
