@@ -173,7 +173,8 @@ class _RichBar:
             TextColumn("{task.fields[text]}"),
             console=Console(file=out),
         )
-        self._task = self._progress.add_task(title, total=total, completed=done, text=text)
+        self._task = self._progress.add_task(title, total=total, text=text)
+        self._progress.update(self._task, completed=done)
 
     def __enter__(self) -> _RichBar:  # noqa: PYI034 - Self came with Python 3.11
         self._progress.start()
