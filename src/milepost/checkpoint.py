@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from .convert.dcp_trees import DCP_METADATA
@@ -354,8 +355,14 @@ class Checkpoint:
         self.store.put(self._key(METADATA), canonical.dump_record(body))
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add to what users added to it."""
-        self.set_metadata({**self.get_metadata(), **metadata})
+        """Add to what users added to it.
+
+        The threads of one process add one after the other. Between processes nothing is held: of
+        two that add at the same moment the last one wins, and what the other added may be lost. So
+        let one process add, such as rank 0.
+        """
+        with _updates.lock:
+            self.set_metadata({**self.get_metadata(), **metadata})
 
     def _key(self, file: str) -> str:
         return f"{self.folder}/{file}" if self.folder else file
@@ -467,6 +474,18 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.url!r})"
+
+
+class _Updates:
+    """What lets one thread at a time add to metadata."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+
+
+_updates = _Updates()
+# A thread that is not in the child may have held it when the process was forked.
+os.register_at_fork(after_in_child=_updates.__init__)  # type: ignore[misc]
 
 
 def _of_rank(value: Mapping[str, Any], rank: int) -> dict[str, Any]:

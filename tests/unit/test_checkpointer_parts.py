@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -193,3 +194,40 @@ def test_one_checkpoint_can_be_copied_and_opened_alone(tmp_path):
     with mp.Checkpointer(tmp_path / "other", model=live) as run:
         run.load_weights(tmp_path / "elsewhere", live, strict=True)
     assert torch.equal(live[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("num_bytes", [64, 4096])
+def test_a_shared_part_that_was_cut_short_is_written_again(tmp_path, caplog, num_bytes):
+    """Linked once more it would make this save, and every later one, fail."""
+    model = new_model()
+    with mp.Checkpointer(tmp_path, model=model) as run:
+        run.save("a", wait=True)
+        with (tmp_path / "a" / FROZEN).open("r+b") as part:
+            part.truncate(num_bytes)
+        for name in "bc":
+            run.save(name, wait=True)
+    found = {one.name: one for one in mp.open_run(tmp_path).checkpoints()}
+    assert not found["a"].verify().is_good
+    for name in "bc":
+        assert found[name].verify(level="full").is_good
+    assert found["b"].manifest.file(FROZEN).linked_from is None
+    assert found["c"].manifest.file(FROZEN).linked_from == "b"
+    assert [one for one in caplog.messages if FROZEN in one and " of a in " in one]
+
+
+def test_additions_of_several_threads_to_the_metadata_are_all_kept(tmp_path):
+    """Each reads what is there and writes all of it."""
+    with mp.Checkpointer(tmp_path, model=new_model()) as run:
+        run.save("a", wait=True)
+    threads = [
+        threading.Thread(
+            target=lambda n=n: mp.open_run(tmp_path).get("a").update_metadata({str(n): n})
+        )
+        for n in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    expected = {str(n): n for n in range(16)}
+    assert mp.open_run(tmp_path).get("a").get_metadata() == expected

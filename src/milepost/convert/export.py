@@ -10,6 +10,7 @@ A file appears under its name only when it is whole and durable.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from torch import Tensor
 from ..engine.single import check_plain
 from ..errors import ExistsError, MissingError, UnsupportedStateError, UsageError, storage_error
 from ..format.header import ITEM_SIZES, encode_header
+from ..format.layout import ATTEMPT, MANIFEST
 from ..stores import posix
 from ..stores.posix import expanded
 from ..tensors.pack import pack_item
@@ -51,16 +53,18 @@ def export_checkpoint(
             ``safetensors``, which holds one model.
         name: Name of the checkpoint: the file in a folder is called after it, as ``ep3.pt``.
             ``None``: after what it holds, ``checkpoint.pt`` or ``model.safetensors``.
-        overwrite: Whether a file of that name may be replaced.
+        overwrite: Whether a plain file of that name may be replaced.
 
     Returns:
         The path of the file.
 
     Raises:
         MissingError: An item that the state lacks.
-        ExistsError: The file is there, and ``overwrite`` is false.
+        ExistsError: The file is there, and ``overwrite`` is false; or there is something that is no
+            plain file, such as a link.
         UnsupportedStateError: A value that the format cannot hold. Nothing was written.
-        UsageError: An unknown format, or more than one model for ``safetensors``.
+        UsageError: A target in the folder of a checkpoint, an unknown format, or more than one
+            model for ``safetensors``.
     """
     if to not in FORMATS:
         raise UsageError(f"to={to!r} is not a format.", hint=f"Use one of {', '.join(FORMATS)}.")
@@ -164,7 +168,13 @@ def _blocks(tensor: Tensor) -> list[memoryview]:
 
 
 def write_whole_file(path: Path, write: Callable[[int], None], *, overwrite: bool) -> None:
-    """Write a hidden file beside the target, make it durable, and only then give it its name."""
+    """Write a hidden file beside the target, make it durable, and only then give it its name.
+
+    Raises:
+        ExistsError: There is something that is no plain file, or that may not be replaced.
+        UsageError: The target is in the folder of a checkpoint.
+    """
+    _check_target(path)
     temporary = path.parent / posix.temporary_name()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +196,35 @@ def write_whole_file(path: Path, write: Callable[[int], None], *, overwrite: boo
         raise _exists(path) from error
     except OSError as error:
         raise storage_error(error, operation="write", path=str(path)) from error
+
+
+def _check_target(path: Path) -> None:
+    """Refuse to replace a device, a link or a folder, and to write among the files of a checkpoint.
+
+    A file there might be one of its own, and retention would stumble over any other.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a folder that is no folder is told of when it is written to
+    except OSError as error:
+        raise storage_error(error, operation="look at", path=str(path)) from error
+    else:
+        if not stat.S_ISREG(mode):
+            kind = "a symbolic link" if stat.S_ISLNK(mode) else "no plain file"
+            raise ExistsError(
+                f"{path} is {kind}.",
+                safe="It was not touched.",
+                hint="Name a new file, or one that may be replaced.",
+                path=str(path),
+            )
+    if any(os.path.lexists(path.parent / record) for record in (MANIFEST, ATTEMPT)):
+        raise UsageError(
+            f"{path.parent} is the folder of a checkpoint.",
+            safe="It was not touched.",
+            hint="Export to another folder.",
+            path=str(path),
+        )
 
 
 def _name_new(temporary: str, path: str) -> None:

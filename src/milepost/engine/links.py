@@ -83,7 +83,7 @@ class Links:
         source, entry = self._written[path]
         key = file_key(folder, path)
         try:
-            if not self._is_right(source, entry):
+            if not self._has_its_size(source, entry) or not self._is_right(source, entry):
                 return None
             self._store.link(file_key(source.name, path), key)
         except CheckpointError as error:
@@ -92,6 +92,28 @@ class Links:
             )
             return None
         return replace(entry, linked_from=source.name)
+
+    def _has_its_size(self, source: Manifest, entry: FileEntry) -> bool:
+        """Return whether a file is as long as it was: linked, a shorter one would fail each save.
+
+        Raises:
+            CheckpointError: It is gone, or cannot be looked at.
+        """
+        size_bytes = self._store.head(file_key(source.name, entry.path)).size_bytes
+        if size_bytes == entry.size_bytes:
+            return True
+        self.forget(entry.path)
+        _log.warning(
+            "%s of %s in %s has %s bytes by now and not %s: %s is damaged. It did not change since "
+            "then, and is written again from memory.",
+            entry.path,
+            source.name,
+            self._store.url,
+            f"{size_bytes:,}",
+            f"{entry.size_bytes:,}",
+            source.name,
+        )
+        return False
 
     def _is_right(self, source: Manifest, entry: FileEntry) -> bool:
         """Return whether a file holds what was sent, as far as nobody has looked before."""

@@ -240,7 +240,7 @@ def _walk(
                         path=folder,
                     )
     except OSError as error:
-        raise storage_error(error, operation="read", path=folder) from error
+        raise storage_error(error, operation="read", path=error.filename or folder) from error
 
 
 def _check_unchanged(file: LocalFile, status: os.stat_result) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -82,6 +84,31 @@ def test_nothing_is_overwritten_unasked(tmp_path):
     export_checkpoint(state(), target, to="torch", overwrite=True)
     assert torch.load(target)["state"]["model"]["w"].shape == (2, 3)
     assert names(tmp_path) == ["a.pt"]
+
+
+def test_only_a_plain_file_is_replaced(tmp_path):
+    """Replacing a device or what a link leads by would break something else than a file."""
+    (tmp_path / "real.pt").write_bytes(b"keep")
+    (tmp_path / "link.pt").symlink_to("real.pt")
+    (tmp_path / "dangling.pt").symlink_to("nowhere.pt")
+    os.mkfifo(tmp_path / "fifo.pt")
+    for name in ("link.pt", "dangling.pt", "fifo.pt"):
+        with pytest.raises(ExistsError, match=f"{name} is "):
+            export_checkpoint(state(), tmp_path / name, to="torch", overwrite=True)
+    assert (tmp_path / "link.pt").is_symlink()
+    assert (tmp_path / "real.pt").read_bytes() == b"keep"
+    assert sorted(names(tmp_path)) == ["dangling.pt", "fifo.pt", "link.pt", "real.pt"]
+
+
+@pytest.mark.parametrize("record", ["manifest.json", "attempt.json"])
+@pytest.mark.parametrize("name", ["manifest.json", "attempt.json", "new.pt"])
+def test_nothing_is_written_into_the_folder_of_a_checkpoint(tmp_path, record, name):
+    """One that has lost its manifest counts no more."""
+    (tmp_path / record).write_bytes(b"sealed")
+    with pytest.raises(UsageError, match="folder of a checkpoint"):
+        export_checkpoint(state(), tmp_path / name, to="torch", overwrite=True)
+    assert names(tmp_path) == [record]
+    assert (tmp_path / record).read_bytes() == b"sealed"
 
 
 @pytest.mark.parametrize(

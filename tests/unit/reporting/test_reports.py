@@ -168,6 +168,10 @@ def test_links_are_followed_and_circles_refused(tmp_path, folder):
             Path(first, "circle").symlink_to(first)
             with pytest.raises(mp.UsageError, match="contains itself"):
                 mp.report({}, real)
+            Path(first, "circle").unlink()
+            Path(first, "gone").symlink_to("/nowhere")
+            with pytest.raises(mp.CheckpointError, match=f"{first}/gone"):
+                mp.report({}, real)
     (found,) = mp.open_run(tmp_path / "run").checkpoints()
     assert [entry.path for entry in found.manifest.files] == ["b", "dir/a", "file"]
 
