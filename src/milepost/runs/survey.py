@@ -44,6 +44,7 @@ from ..format.manifest import Manifest
 from ..stores.base import Entry, Store
 from .damage import raise_unreachable
 from .folders import NOT_CHECKPOINTS, file_key, is_diagnostic
+from .linked import warn_of_links
 from .manifests import ManifestCache, read_manifest
 from .parallel import each
 from .pins import list_pins
@@ -154,6 +155,7 @@ def survey(
     if store.traits.is_local or cache is None:
         top = store.folders()
         names = _candidates(store, top)
+        warn_of_links(store)
         listed = dict.fromkeys(names)
         has_pins = store.traits.is_local or PINS in top
         has_validations = store.traits.is_local or VALIDATIONS in top

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from queue import SimpleQueue
 
 from ..errors import CheckpointError, FormatError, MissingError, StorageError
@@ -202,6 +203,10 @@ def _check_size(store: Store, name: str, entry: FileEntry) -> Problem | None:
     try:
         found = store.head(file_key(name, entry.path)).size_bytes
     except MissingError:
+        path = store.local_path(file_key(name, entry.path))
+        if path is not None and Path(path).is_symlink():
+            text = f"{entry.path} is a symbolic link, and links are not followed."
+            return Problem(entry.path, None, str(entry.size_bytes), "symbolic link", text)
         text = f"{entry.path} is missing."
         return Problem(entry.path, None, str(entry.size_bytes), "missing", text)
     except StorageError as error:
