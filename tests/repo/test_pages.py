@@ -5,8 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import pkgutil
 import re
+import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +151,34 @@ def test_old_names_lead_to_names_that_there_are():
     old = {name for cell, _ in composer for name in re.findall(r"`(\w+)=", cell)}
     assert len(old) > 5
     assert old & set(arguments_of(milepost.Trainer)) == {"device"}  # of which a value differs
+
+
+@pytest.mark.cloud
+def test_the_bucket_on_ones_own_machine_is_one(tmp_path):
+    """Its lines as they stand, but for the port and the wait."""
+    pytest.importorskip("moto.server")
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not there")
+    page = (GUIDES / "object-store-services.md").read_text(encoding="utf-8")
+    block = page.split("## A bucket on your own machine")[1].split("```console\n")[1]
+    lines = [line[2:] for line in block.split("```")[0].splitlines()]
+    assert len(lines) == 4
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    script = "\n".join(lines).replace("5057", port)
+    script = script.replace("& sleep 5", ">log 2>&1 & server=$!\ntrap 'kill $server' EXIT")
+    script = script.replace("curl -X PUT", "curl -sf --retry 50 --retry-connrefused -X PUT")
+    put = "import milepost as mp; mp.open_store('s3://runs/a').put('key', b'value')"
+    get = "import milepost as mp; print(mp.open_store('s3://runs/a').get('key'))"
+    script += f'\n{sys.executable} -c "{put}"\n{sys.executable} -c "{get}"\n'
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-ec", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+    )
+    assert done.stdout.endswith("b'value'\n"), done.stdout + done.stderr
