@@ -333,13 +333,19 @@ class Checkpoint:
             return copy_to(self.store, self.folder, path, name=self.name)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return what users added to it; empty if nothing."""
+        """Return what users added to it; empty if nothing.
+
+        Raises:
+            FormatError: The record is malformed; the state does not depend on it.
+        """
         key = self._key(METADATA)
         try:
             data = self.store.get(key, max_bytes=_MAX_METADATA_BYTES)
         except MissingError:
             return {}
         metadata = tree.decode(canonical.load_record(data, where=key).get("metadata", {}))
+        if not isinstance(metadata, dict):
+            raise FormatError(f"{self.url}/{METADATA} is not a record of metadata.", path=key)
         return dict(metadata)
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:

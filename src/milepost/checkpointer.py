@@ -879,14 +879,13 @@ class Checkpointer:
 
 def _policies(keep: Any) -> tuple[KeepPolicy, ...]:
     """Return retention policies as they were given: one, or several."""
-    if isinstance(keep, KeepPolicy):
-        return (keep,)
     policies = tuple(keep) if isinstance(keep, Iterable) else (keep,)
-    if not all(isinstance(policy, KeepPolicy) for policy in policies):
-        raise UsageError(
-            f"keep={keep!r} names no retention policy.",
-            hint="Use KeepLast(3), or a list of policies.",
-        )
+    for policy in policies:
+        if isinstance(policy, type) or not isinstance(policy, KeepPolicy):
+            raise UsageError(
+                f"keep={keep!r} names no retention policy.",
+                hint="Use KeepLast(3), or a list of policies.",
+            )
     return policies
 
 

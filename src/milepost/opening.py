@@ -32,6 +32,7 @@ from .errors import (
 )
 from .format.digest import BLOCK_BYTES
 from .format.layout import session_key
+from .options import check_count, check_seconds, longest_wait_s
 from .ranks.solo import Deadlines, RankCheck, Team
 from .runs.keep import KeepPolicy
 from .runs.manifests import ManifestCache
@@ -114,15 +115,14 @@ class WriterOptions:
         _require("copy_check", self.copy_check, ("sample", "full", "none"))
         check_compression(self.save_compression, self.save_format)
         self._check_budget()
-        if self.max_failed_saves < 1:
-            raise UsageError("max_failed_saves must be at least 1.")
+        check_count("max_failed_saves", self.max_failed_saves, least=1)
         for name in ("rank_timeout_s", "share_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be above 0.")
+            check_seconds(name, getattr(self, name))
 
     def _check_budget(self) -> None:
         """Refuse a budget that nothing can be streamed through, or what cannot be streamed."""
         budget = self.staging_budget_bytes
+        check_count("staging_budget_bytes", budget, least=0, may_be_none=True)
         if budget is None:
             return
         if budget < MIN_BUDGET_BYTES:
@@ -144,7 +144,8 @@ class WriterOptions:
     @property
     def deadlines(self) -> Deadlines:
         """Return how long ranks wait for each other."""
-        return Deadlines(meet_s=self.rank_timeout_s, write_s=self.share_timeout_s)
+        meet_s, write_s = map(longest_wait_s, (self.rank_timeout_s, self.share_timeout_s))
+        return Deadlines(meet_s=meet_s, write_s=write_s)
 
 
 Restore = Callable[[Checkpoint], None]

@@ -111,7 +111,7 @@ class RunWriter:
             tell: Called with the team and ``timeout_s``.
         """
         try:
-            tell(self.team, timeout_s=self.options.rank_timeout_s)
+            tell(self.team, timeout_s=self.options.deadlines.meet_s)
         except BaseException:
             if self._saver is None:
                 self._leave()

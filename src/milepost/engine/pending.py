@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import DeadlineError
+from ..options import wait_s
 
 __all__ = ["PendingSave"]
 
@@ -88,7 +89,7 @@ class PendingSave(Generic[T]):
             DeadlineError: It was not copied in time.
         """
         if self._copy is not None:
-            self._copy.settle(timeout_s)
+            self._copy.settle(wait_s(timeout_s))
 
     @property
     def has_failed(self) -> bool:
@@ -127,7 +128,7 @@ class PendingSave(Generic[T]):
         Raises:
             DeadlineError: It did not end within ``timeout_s`` seconds.
         """
-        if not self._done.wait(timeout_s):
+        if not self._done.wait(wait_s(timeout_s)):
             raise DeadlineError(
                 f"The save of {self.name} was not committed within {timeout_s:g} s.",
                 safe="It goes on in the background; earlier checkpoints are intact.",

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from ..options import check_seconds
+
 __all__ = ["StopSignals", "asked_to_end"]
 
 _WATCHED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -25,12 +27,14 @@ class StopSignals:
     """Notes the first request to end.
 
     Args:
-        grace_s: Seconds between the signal and the moment the process has to be gone.
+        grace_s: Seconds between the signal and the moment the process has to be gone; infinity for
+            no limit.
         clock: Returns seconds that never go back.
     """
 
     def __init__(self, *, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.grace_s = grace_s
+        check_seconds("grace_s", grace_s, is_zero_fine=True)
+        self.grace_s = min(grace_s, threading.TIMEOUT_MAX)
         self.received: int | None = None
         self.is_looked_at = False
         """Whether the loop has looked for signals: if not, nobody will act on one."""

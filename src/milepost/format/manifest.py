@@ -19,6 +19,7 @@ from . import canonical, tree
 from .digest import block_count, file_crc
 from .frames import Frames
 from .layout import check_key
+from .numbers import is_count, is_finite, is_moment, takes_float
 
 __all__ = ["FORMAT_VERSION", "FileEntry", "Manifest"]
 
@@ -277,6 +278,9 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "interval": (dict,),
 }
 
+_COUNTS: Mapping[str, int] = {"session": 0, "attempt": 0, "world_size": 1}
+"""The whole numbers, and the least that each can be."""
+
 
 def _read_fields(known: dict[str, Any], where: str) -> dict[str, Any]:
     for name, kinds in _TYPES.items():
@@ -295,7 +299,23 @@ def _read_fields(known: dict[str, Any], where: str) -> dict[str, Any]:
     for name in _TREES:
         known[name] = _read_mapping(known.get(name, {}), name, where)
     known.pop("extra", None)
+    _check_numbers(known, where)
     return known
+
+
+def _check_numbers(known: Mapping[str, Any], where: str) -> None:
+    """Refuse numbers that nobody could compute with: they are computed with wherever one looks."""
+    is_right = {
+        name: is_count(known[name], least=least) for name, least in _COUNTS.items() if name in known
+    }
+    if "created_s" in known:
+        is_right["created_s"] = is_moment(known["created_s"])
+    is_right["time"] = all(map(is_finite, known["time"].values()))
+    for name in ("metrics", "stats", "interval"):
+        is_right[name] = all(map(takes_float, known[name].values()))
+    for name, is_so in is_right.items():
+        if not is_so:
+            raise FormatError(f"{where}: the field {name} is out of bounds.", path=where)
 
 
 def _read_mapping(value: Any, name: str, where: str) -> dict[str, Any]:

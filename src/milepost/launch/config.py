@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import UsageError
+from ..options import check_seconds, longest_wait_s
 from ..reporting.config import CheckpointConfig
 from ..stores.url import folder_of, is_address, settled, trimmed
 from .policy import FailureConfig
@@ -102,8 +103,8 @@ class RunConfig:
                 f"if_finished={self.if_finished!r} is not known.",
                 hint="Use 'return', 'continue' or 'error'.",
             )
-        if not self.grace_s >= 0:
-            raise UsageError(f"grace_s={self.grace_s!r} is no number of seconds.")
+        check_seconds("grace_s", self.grace_s, is_zero_fine=True)
+        object.__setattr__(self, "grace_s", longest_wait_s(self.grace_s))
 
     @property
     def root(self) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ..errors import UsageError
+from ..options import check_count, check_seconds, longest_wait_s
 
 __all__ = ["AttemptEnd", "Ending", "FailureConfig", "FailurePolicy", "Restart", "Stop"]
 
@@ -64,28 +64,13 @@ class FailureConfig:
     start_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        wrong = [
-            name
-            for name, is_right in {
-                "max_failures": self.max_failures >= -1,
-                "window_s": self.window_s is None or self.window_s > 0,
-                "backoff_s": self.backoff_s >= 0,
-                "max_backoff_s": self.max_backoff_s >= 0,
-                "max_attempts_without_progress": self.max_attempts_without_progress >= 1,
-                "grace_s": self.grace_s >= 0,
-                "hang_timeout_s": self.hang_timeout_s is None or self.hang_timeout_s > 0,
-                "start_timeout_s": self.start_timeout_s is None or self.start_timeout_s > 0,
-            }.items()
-            if not is_right
-        ]
-        if wrong:
-            values = ", ".join(f"{name}={getattr(self, name)!r}" for name in wrong)
-            raise UsageError(
-                f"FailureConfig({values}) makes no sense.",
-                hint="Use max_failures=-1 for any number of failures and None for no limit in "
-                "time; all other numbers are positive.",
-                arguments=wrong,
-            )
+        check_count("max_failures", self.max_failures, least=-1)
+        check_count("max_attempts_without_progress", self.max_attempts_without_progress, least=1)
+        for name in ("window_s", "hang_timeout_s", "start_timeout_s"):
+            check_seconds(name, getattr(self, name), may_be_none=True)
+        for name in ("backoff_s", "max_backoff_s", "grace_s"):
+            check_seconds(name, getattr(self, name), is_zero_fine=True)
+            object.__setattr__(self, name, longest_wait_s(getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,10 @@ _FEW = 2
 _MOST_OF_MEDIAN = 4.0
 
 
+_LONGEST_S = 1e9
+"""What takes longer is no record of a save."""
+
+
 class Ending(Protocol):
     """A save on its way.
 
@@ -212,7 +216,7 @@ class SaveCosts:
 
 
 def _is_span(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+    return type(value) in (int, float) and 0 <= value <= _LONGEST_S  # type: ignore[operator]
 
 
 def _usual(values: Sequence[float], *, few: Sequence[float] = ()) -> float:

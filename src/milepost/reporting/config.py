@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, final
 
 from ..errors import UsageError
+from ..options import check_count, check_seconds, longest_wait_s
 from ..runs.keep import KeepPolicy, Record
 from ..runs.scan import number_of
 
@@ -104,11 +105,10 @@ class CheckpointConfig:
             if value not in allowed:
                 listed = " or ".join(map(repr, allowed))
                 raise UsageError(f"{name}={value!r} is not known.", hint=f"Use {listed}.")
-        if self.max_failed_saves < 1:
-            raise UsageError("max_failed_saves must be at least 1.")
+        check_count("max_failed_saves", self.max_failed_saves, least=1)
         for name in ("report_timeout_s", "upload_timeout_s", "validation_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be above 0.")
+            check_seconds(name, getattr(self, name))
+            object.__setattr__(self, name, longest_wait_s(getattr(self, name)))
 
     def policies(self) -> tuple[KeepPolicy, ...]:
         """Return the policies of retention that it means."""

@@ -168,7 +168,7 @@ def read_history(store: Store) -> list[Reported]:
         try:
             metrics = tree.decode(line["metrics"])
             found.append(Reported(session, int(line["n"]), float(line["at_s"]), metrics))
-        except (FormatError, KeyError, TypeError, ValueError) as error:
+        except (FormatError, KeyError, TypeError, ValueError, OverflowError) as error:
             _log.warning("A reported line of session %d cannot be read: %s", session, error)
     return found
 

@@ -6,6 +6,7 @@ none depends on the order in which it is given the records.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final, runtime_checkable
@@ -161,6 +162,8 @@ class KeepEvery:
             value = record.time.get(_COUNTERS[self.interval.unit])
             value = value.value if isinstance(value, Time) else value
             if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not math.isfinite(value):
                 continue
             multiple = int(value // self.interval.value)
             if multiple > reached:

@@ -100,7 +100,10 @@ def number_of(value: Any) -> float | None:
     """Return a metric as a number, or ``None`` if it is missing, NaN or no number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # of more digits than a float has
+        return None
     return None if math.isnan(number) else number
 
 

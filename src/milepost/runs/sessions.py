@@ -52,6 +52,7 @@ from ..errors import (
 from ..format.canonical import dump_record, load_record
 from ..format.layout import RUN, SESSIONS, from_key, session_key, session_number
 from ..format.manifest import FORMAT_VERSION, check_version
+from ..format.numbers import is_count, is_moment
 from ..processes.functions import refuse_while_imported
 from ..stores.base import Entry, Store
 from .damage import raise_unreachable
@@ -370,7 +371,7 @@ def _run_record(fields: Mapping[str, Any], *, where: str) -> RunRecord:
     run_id, layout, created_s = (fields.get(k) for k in ("run_id", "layout", "created_s"))
     if not isinstance(run_id, str) or not isinstance(layout, str):
         raise FormatError(f"{where} is not the record of a run.", path=where)
-    return RunRecord(run_id, layout, created_s if isinstance(created_s, int | float) else 0.0)
+    return RunRecord(run_id, layout, float(created_s) if is_moment(created_s) else 0.0)
 
 
 def _session_fields(session: Session) -> dict[str, Any]:
@@ -392,13 +393,14 @@ def _read_session(store: Store, number: int, *, is_settled: bool) -> Session:
     session = Session(number, "", "", 0, "", 0.0)
     try:
         fields = load_record(store.get(key, max_bytes=_MAX_RECORD_BYTES), where=key)
+        pid, started_s = fields["pid"], fields["started_s"]
         session = Session(
             number,
             str(fields["run_id"]),
             str(fields["host"]),
-            int(fields["pid"]),
+            pid if is_count(pid) else 0,  # of no process
             str(fields["boot_id"]),
-            float(fields["started_s"]),
+            started_s if is_moment(started_s) else 0.0,
             str(fields.get("process_start", "")),
             machine_id=str(fields.get("machine_id", "")),
         )
@@ -422,7 +424,7 @@ def _read_origin(store: Store, number: int) -> Origin | None:
     name, session, attempt = (fields.get(k) for k in ("name", "session", "attempt"))
     if name is None and session is None and attempt is None:
         return None
-    if not isinstance(name, str) or type(session) is not int or type(attempt) is not int:
+    if not isinstance(name, str) or not is_count(session) or not is_count(attempt):
         raise FormatError(f"{key} is not the record of an origin.", path=key)
     if session >= number:
         raise DamagedError(f"{key}: session {number} cannot go on from {session}.", path=key)

@@ -41,6 +41,7 @@ from ..format.layout import (
     check_name,
 )
 from ..format.manifest import Manifest
+from ..format.numbers import is_count
 from ..stores.base import Entry, Store
 from .damage import raise_unreachable
 from .folders import NOT_CHECKPOINTS, file_key, is_diagnostic
@@ -284,7 +285,7 @@ def _read_claim(store: Store, name: str) -> tuple[int | None, int | None, str | 
         raise_unreachable(store, error)
         return None, None, None
     session, attempt, write_id = (fields.get(k) for k in ("session", "attempt", "write_id"))
-    is_known = type(session) is int and type(attempt) is int
+    is_known = is_count(session) and is_count(attempt)
     return (
         session if is_known else None,
         attempt if is_known else None,

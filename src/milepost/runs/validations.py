@@ -34,6 +34,7 @@ from ..format import tree
 from ..format.canonical import dump_record, load_record
 from ..format.layout import VALIDATIONS, check_name
 from ..format.manifest import FORMAT_VERSION, check_version
+from ..format.numbers import is_count, takes_float
 from ..stores.base import Entry, Store
 from .damage import raise_unreachable
 from .identity import this_process
@@ -184,7 +185,9 @@ def read_request(store: Store, name: str, write_id: str) -> Request:
     key = _key(name, write_id, "request")
     fields = _read(store, key)
     kwargs, timeout_s = tree.decode(fields.get("fn_kwargs")), tree.decode(fields.get("timeout_s"))
-    if type(kwargs) is not dict or not (timeout_s is None or isinstance(timeout_s, int | float)):
+    if type(kwargs) is not dict or not (
+        timeout_s is None or (isinstance(timeout_s, int | float) and takes_float(timeout_s))
+    ):
         raise FormatError(f"{key} is not a request.", path=key)
     return Request(kwargs, timeout_s)
 
@@ -365,7 +368,7 @@ def _read_verdict(store: Store, key: str, name: str, number_id: str) -> Validati
         error, num_attempts = fields["error"], fields["num_attempts"]
     except (KeyError, ValueError) as problem:
         raise DamagedError(f"{key} is not a verdict: {problem}.", path=key) from problem
-    if type(metrics) is not dict or not isinstance(error, str) or type(num_attempts) is not int:
+    if type(metrics) is not dict or not isinstance(error, str) or not is_count(num_attempts):
         raise DamagedError(f"{key} is not a verdict.", path=key)
     return Validation(name, number_id, status, metrics, error, num_attempts)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DeadlineError, RankFailedError, UsageError
+from ..options import check_seconds, longest_wait_s
 from ..ranks.team import StoreTeam, Team, join_team
 
 __all__ = ["Group"]
@@ -63,8 +64,8 @@ class Group:
             DeadlineError: The others did not come in time.
             UsageError: The environment does not say where to meet.
         """
-        if not timeout_s > 0:
-            raise UsageError(f"group_timeout_s={timeout_s!r} is not above zero.")
+        check_seconds("group_timeout_s", timeout_s)
+        timeout_s = longest_wait_s(timeout_s)
         is_ours = _make_process_group(device, timeout_s)
         return cls(join_team(), timeout_s=timeout_s, is_ours=is_ours)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..options import check_seconds, longest_wait_s
 from ..processes.functions import check_json, reference_of
 
 __all__ = ["ValidationConfig", "ValidationTaskConfig"]
@@ -34,11 +35,7 @@ class ValidationTaskConfig:
             if not isinstance(self.fn_kwargs, Mapping):
                 raise UsageError(f"fn_kwargs={self.fn_kwargs!r} is no dictionary.")
             check_json(dict(self.fn_kwargs), "fn_kwargs")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise UsageError(
-                f"timeout_s={self.timeout_s!r} is no time to work in.",
-                hint="Give seconds above 0, or leave it out.",
-            )
+        check_seconds("timeout_s", self.timeout_s, may_be_none=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +74,8 @@ class ValidationConfig:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise UsageError(f"{name}={value!r} is no whole number of at least {least}.")
-        if not self.grace_s >= 0:
-            raise UsageError(f"grace_s={self.grace_s!r} is no number of seconds.")
+        check_seconds("grace_s", self.grace_s, is_zero_fine=True)
+        object.__setattr__(self, "grace_s", longest_wait_s(self.grace_s))
 
     @property
     def reference(self) -> tuple[str, tuple[str, ...]]:

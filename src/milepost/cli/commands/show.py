@@ -155,6 +155,7 @@ def _validation_text(record: dict[str, Any] | None) -> str:
 def _copied_text(stats: dict[str, Any]) -> str:
     """Return what of the state was copied while the training went on, and why not more."""
     late, reason = stats.get("late_bytes"), stats.get("eager_reason")
+    late = late if isinstance(late, int | float) else None
     texts = [f"{size_text(late)} while training went on"] if late else []
     if reason:
         texts.append(f"{'the rest' if late else 'all'} before the save returned: {reason}")
