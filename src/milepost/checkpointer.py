@@ -243,6 +243,7 @@ class Checkpointer:
             self._resumption.claim(name, target)
         if self._is_open:
             self._watch()
+            self._resumption.claim_gradients()
 
     def leave_behind(self, *names: str) -> None:
         """Say that stored items of the resumed checkpoint are not wanted any more.

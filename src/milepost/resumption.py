@@ -66,6 +66,7 @@ class Resumption:
         self.is_final = False
         self.interval: Mapping[str, Any] = {}
         self._gradients: Mapping[str, Any] = {}
+        self._unused_gradients: Mapping[str, Any] = {}
         self._own: Mapping[str, Any] = {}
         self._broken_off: list[LoadReport] = []
 
@@ -170,6 +171,13 @@ class Resumption:
             # Building a scheduler on a restored optimizer changed its learning rates.
             self._tracked.reapply_optimizer_options(self._source)
 
+    def claim_gradients(self) -> None:
+        """Restore gradients of optimizers that were tracked after the resume, and watched since."""
+        if self._source is not None and self._unused_gradients:
+            self._unused_gradients = self._hand.add_gradients(
+                self._unused_gradients, self._tracked.parameter_names()
+            )
+
     def leave_behind(self, names: Iterable[str]) -> None:
         """Do without some of the stored items: nobody will claim them."""
         self._unclaimed.difference_update(names)
@@ -195,10 +203,8 @@ class Resumption:
             )
         if unclaimed != self._unclaimed:
             return
-        if self._source is not None and self._gradients:
-            # Once more, for parameters of optimizers that were tracked after the resume.
-            self._hand.restore_gradients(self._gradients, self._tracked.parameter_names())
-        self._unclaimed, self._source, self._gradients, self._own = set(), None, {}, {}
+        self._unclaimed, self._source, self._own = set(), None, {}
+        self._gradients, self._unused_gradients = {}, {}
         self._writer.protected.clear()
 
     def restore(
@@ -263,7 +269,9 @@ class Resumption:
         """
         with restoring(source.name, "gradients"):
             self._gradients = load_item(source, "gradients") if "gradients" in source.trees else {}
-            self._hand.restore_gradients(self._gradients, self._tracked.parameter_names())
+            self._unused_gradients = self._hand.restore_gradients(
+                self._gradients, self._tracked.parameter_names()
+            )
         with restoring(source.name, "rng"):
             states = load_item(source, "rng") if "rng" in source.trees else []
             rank = self._writer.team.rank

@@ -33,7 +33,7 @@ from torch import Tensor
 from ..errors import StateChangedError
 from ..format.digest import crc32c
 from ..staging import CopyCheck
-from ..state.batch_in_hand import version_of
+from ..state.marks import version_of
 from ..tensors.memory import host_bytes
 from .filled import Filled
 from .peek import peek

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..errors import DeadlineError
 from ..format.digest import BLOCK_BYTES, crc32c
 from ..format.manifest import FileEntry
-from ..state.batch_in_hand import version_of
+from ..state.marks import version_of
 from ..tensors.pack import PackedItem
 from .arena import Arena
 from .demand import BlocksOnDemand

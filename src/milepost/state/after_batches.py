@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .batch_in_hand import version_of
 from .loader import ResumableLoader
+from .marks import version_of
 from .rng import capture_rng
 from .small import SmallState, mark_of
 

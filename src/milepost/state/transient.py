@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from .batch_in_hand import version_of
+from .marks import version_of
 from .walks import walk_of
 from .wrappers import unwrap
 

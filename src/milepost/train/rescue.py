@@ -15,35 +15,26 @@ from typing import Any
 
 import torch
 
-from ..state.batch_in_hand import version_of
 from ..state.loader import ResumableLoader
+from ..state.marks import Marks, ModuleTensors
 from ..state.rng import apply_rng, capture_rng
 
 __all__ = ["Buffers", "CleanPoint"]
 
 
 class Buffers:
-    """The buffers of a model, found once, since a walk over its modules is not free.
+    """The buffers of a model, those that come while it trains included.
 
     Args:
         model: The model, with all its modules.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._owners = [
-            module._buffers  # noqa: SLF001 - live: a buffer that is replaced shows up
-            for module in model.modules()
-            if module._buffers  # noqa: SLF001
-        ]
+        self._tensors = ModuleTensors([model])
 
-    def versions(self) -> tuple[tuple[torch.Tensor, int], ...]:
-        """Return each buffer with its version counter, which every write in place moves on."""
-        return tuple(
-            (buffer, version_of(buffer))
-            for owner in self._owners
-            for buffer in owner.values()
-            if buffer is not None
-        )
+    def marks(self) -> Marks:
+        """Return which there are now, and how often each was written to in place."""
+        return Marks(self._tensors.buffers(), is_held=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +45,23 @@ class CleanPoint:
         rng: The random generators.
         position: The loader's position.
         own: What of the loader is this rank's own beside that.
-        buffers: Each buffer of the model, with its version counter.
+        buffers: The buffers of the model.
     """
 
     rng: Mapping[str, Any]
     position: Mapping[str, Any]
     own: Mapping[str, Any]
-    buffers: tuple[tuple[torch.Tensor, int], ...]
+    buffers: Marks
 
     @classmethod
     def mark(cls, buffers: Buffers, loader: ResumableLoader) -> CleanPoint:
         """Note the present point."""
         rng, position = capture_rng(), loader.state_dict()
-        return cls(rng, position, loader.rank_state(), buffers.versions())
+        return cls(rng, position, loader.rank_state(), buffers.marks())
 
     def is_intact(self, buffers: Buffers) -> bool:
         """Return whether no buffer was written to or replaced since."""
-        now = buffers.versions()
-        return len(now) == len(self.buffers) and all(
-            new is old and version == before
-            for (new, version), (old, before) in zip(now, self.buffers, strict=True)
-        )
+        return buffers.marks() == self.buffers
 
     def put_back(self, loader: ResumableLoader) -> None:
         """Return the generators and the loader to this point."""
