@@ -287,6 +287,8 @@ def storage_error(error: OSError, *, operation: str, path: str) -> CheckpointErr
     hint = ""
     if error.errno in _NO_SPACE:
         kind, hint = NoSpaceError, "Free some space, or keep fewer checkpoints."
+        if error.errno == _errno.EFBIG:  # a disk with room refuses too, and freeing helps nothing
+            hint = "Raise the limit on the size of a file (ulimit -f), or use another file system."
     elif error.errno in _ACCESS:
         kind, hint = AccessError, "Check the owner, the mode and the mount options of the folder."
     elif error.errno == _errno.ENOENT:

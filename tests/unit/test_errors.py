@@ -81,6 +81,17 @@ def test_error_survives_the_way_between_processes(cls, again):
     )
 
 
+def test_a_limit_on_the_size_of_a_file_is_not_taken_for_a_full_disk():
+    """Freeing space would help nothing."""
+    full, limited = (
+        errors.storage_error(OSError(code, "no"), operation="write", path="a")
+        for code in (errno.ENOSPC, errno.EFBIG)
+    )
+    assert "Free some space" in full.hint
+    assert "Free" not in limited.hint
+    assert "ulimit -f" in limited.hint
+
+
 @pytest.mark.parametrize(
     ("code", "cls"),
     [

@@ -160,6 +160,7 @@ def _below(found: Checkpoint, store: Store, commit: Commit) -> tuple[Store, str]
     records = run_store(store)
     own = commit.manifest.name
     if records is None:
+        _refuse_checkpoint(store)
         name = own if found.name == LATEST else found.name
         return store, check_folder(name.rpartition("/")[2])
     if records.url.endswith(f"/{HIDDEN}"):
@@ -179,11 +180,7 @@ def _is_free(store: Store) -> bool:
     """
     if run_store(store) is not None:
         return False
-    for file in (MANIFEST, ATTEMPT):
-        try:
-            store.head(file)
-        except MissingError:
-            continue
+    if any(_is_there(store, record) for record in (MANIFEST, ATTEMPT)):
         return True
     return next(iter(store.list()), None) is None
 
@@ -192,6 +189,7 @@ def _check_member(found: Checkpoint, above: str, name: str, commit: Commit) -> N
     """Refuse a name in a run that is none, and a checkpoint that is not for this run."""
     records = run_store(above)
     if records is None:
+        _refuse_checkpoint(open_store(above))
         return
     if name == LATEST or records.url.endswith(f"/{HIDDEN}"):
         raise UsageError(
@@ -200,3 +198,22 @@ def _check_member(found: Checkpoint, above: str, name: str, commit: Commit) -> N
         )
     check_folder(name)
     refuse_misplaced(found, records, name, commit)
+
+
+def _refuse_checkpoint(store: Store) -> None:
+    """Refuse to put a checkpoint among the files of another one, begun or whole."""
+    if any(_is_there(store, record) for record in (MANIFEST, ATTEMPT)):
+        raise UsageError(
+            f"{store.url} is the folder of a checkpoint.",
+            safe="It was not touched.",
+            hint="Name another place for the copy.",
+            path=store.url,
+        )
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.head(key)
+    except MissingError:
+        return False
+    return True

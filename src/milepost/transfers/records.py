@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from ..checkpoint import run_store
 from ..errors import ExistsError, FencedError, MissingError, UsageError
@@ -14,10 +15,30 @@ from ..runs.sessions import read_run
 from ..stores.base import Entry, Store
 from .route import Route
 
-__all__ = ["put_same", "refuse_ahead", "refuse_inside", "refuse_new_session", "refuse_other_run"]
+__all__ = [
+    "put_same",
+    "refuse_ahead",
+    "refuse_file",
+    "refuse_inside",
+    "refuse_new_session",
+    "refuse_other_run",
+]
 
 _NUM_READERS = 8
 _MAX_RECORD_BYTES = 32 * 1024 * 1024
+
+
+def refuse_file(target: Store) -> None:
+    """Refuse to copy a run to where a file is."""
+    path = target.local_path(RUN)
+    folder = None if path is None else Path(path).parent
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ExistsError(
+            f"{folder} is a file, and no folder for a run.",
+            safe="It was not touched.",
+            hint="Name a folder that is empty, not there yet, or a copy of the run.",
+            path=str(folder),
+        )
 
 
 def refuse_inside(source: Store, target: Store) -> None:

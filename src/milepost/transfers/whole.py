@@ -64,6 +64,7 @@ from .others import Other, misnamed, send_others
 from .records import (
     put_same,
     refuse_ahead,
+    refuse_file,
     refuse_inside,
     refuse_new_session,
     refuse_other_run,
@@ -124,6 +125,7 @@ def plan_sync(run: Run | Place | Store, to: Place | Store, *, delete: bool = Fal
     source = Run(run.store) if isinstance(run, Run) else open_run(run)
     source.refresh()
     target = open_store(to)
+    refuse_file(target)
     refuse_inside(source.store, target)
     is_hidden = source.store.url.endswith(f"/{HIDDEN}")
     records = PrefixStore(target, HIDDEN) if is_hidden else target

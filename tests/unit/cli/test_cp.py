@@ -62,3 +62,20 @@ def test_sync_refuses_another_run(milepost, run, make_run, tmp_path):
     make_run("other").save("x")
     milepost("sync", run.folder, tmp_path / "other", code=2)
     assert [one["name"] for one in milepost.json("ls", tmp_path / "other")] == ["x"]
+
+
+def test_sync_to_a_file_says_that_it_is_one(milepost, run, tmp_path):
+    """Not that the source is no run."""
+    (tmp_path / "file").write_text("mine")
+    result = milepost("sync", run.folder, tmp_path / "file", code=2)
+    assert "is a file" in result.stderr
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_copy_into_the_folder_of_another_checkpoint_is_refused(milepost, run):
+    """Retention would leave it there, in a folder that is no checkpoint any more."""
+    before = sorted(run.folder.rglob("*"))
+    for target in (run.folder / "ep2/copy", f"{run.folder}/ep2/"):
+        result = milepost("cp", run.folder / "ep1", target, code=2)
+        assert "ep2 is the folder of a checkpoint" in result.stderr
+    assert sorted(run.folder.rglob("*")) == before

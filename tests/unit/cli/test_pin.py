@@ -11,8 +11,9 @@ def test_pin_and_unpin(milepost, run):
     assert said == {"name": "ep1", "is_pinned": True, "note": "for the paper"}
     assert runs.list_pins(run.store) == {"ep1": "for the paper"}
     assert milepost.json("ls", run.folder)[0]["is_pinned"] is True
-    milepost("unpin", run.folder / "ep1")
+    assert milepost("unpin", run.folder / "ep1").stdout == "ep1 is no longer pinned.\n"
     assert runs.list_pins(run.store) == {}
+    assert milepost("unpin", run.folder / "ep1").stdout == "ep1 was not pinned.\n"
 
 
 def test_pin_wants_a_name(milepost, run):

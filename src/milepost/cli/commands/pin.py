@@ -33,8 +33,12 @@ def pin(
 def unpin(place: Place, *, as_json: AsJson = False) -> None:
     """Let retention decide about a checkpoint again."""
     store, name = _member(place)
+    was_pinned = pins.is_pinned(store, name)
     pins.unpin(store, name)
-    _say(name, "", is_pinned=False, as_json=as_json)
+    if was_pinned or as_json:
+        _say(name, "", is_pinned=False, as_json=as_json)
+    else:
+        print(f"{name} was not pinned.")
 
 
 def _member(place: str) -> tuple[Store, str]:
