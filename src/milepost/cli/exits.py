@@ -24,6 +24,7 @@ from ..errors import (
     UnsupportedStateError,
     UsageError,
 )
+from .escaped import escaped_lines
 from .words import command_for, in_options
 
 __all__ = ["CODES_TEXT", "Exit", "exit_of", "tell"]
@@ -83,9 +84,9 @@ def tell(
         typed: The verb and what followed it, to say what to type instead.
     """
     red, plain = ("\033[31m", "\033[0m") if _has_colour() else ("", "")
-    lines = [f"{red}error:{plain} {error.what}"]
-    lines += [f" safe: {error.safe}"] if error.safe else []
-    lines += [f" hint: {error.hint}"] if error.hint else []
+    lines = [f"{red}error:{plain} {escaped_lines(error.what)}"]
+    lines += [f" safe: {escaped_lines(error.safe)}"] if error.safe else []
+    lines += [f" hint: {escaped_lines(error.hint)}"] if error.hint else []
     text = in_options("\n".join(lines), options or {})
     command = command_for(error, typed)
     print(text + (f"\n  try: {command}" if command else ""), file=sys.stderr)

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..progress.time import Time
 from ..runs.costs import size_text
+from .escaped import escaped
 
 __all__ = [
     "Column",
@@ -73,7 +74,7 @@ class Column:
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under headings; columns that are empty everywhere are left out."""
     used = [n for n, _ in enumerate(columns) if any(row[n] for row in rows)]
-    columns, rows = [columns[n] for n in used], [[row[n] for n in used] for row in rows]
+    columns, rows = [columns[n] for n in used], [[escaped(row[n]) for n in used] for row in rows]
     if not rows:
         return
     if sys.stdout.isatty():

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from milepost import errors
+from milepost.checkpoint import Checkpoint
 from milepost.cli.exits import exit_of
 from milepost.version import __version__
 
@@ -171,6 +172,31 @@ def test_a_home_of_nobody_and_a_size_beyond_measure_are_wrong_usage(milepost):
     missing = milepost("ls", "~nobody-of-that-name/x", code=3)
     assert "~nobody-of-that-name/x" in missing.stderr
     milepost("bench", ".", "--size", "9" * 400, code=2)
+
+
+def test_what_others_have_written_does_not_command_the_terminal(milepost, make_run):
+    """A metric or a tensor of a stranger could rename the window, or fake a line of the output."""
+    wild = "l\x1b]0;title\x07\nep9\u202e"
+    maker = make_run()
+    maker.save("ep1", metrics={wild: 1.0}, weights={wild: (1.0,)}, values={wild: 1}, notes=(wild,))
+    maker.save("ep2", metrics={wild: 2.0}, weights={wild: (2.0,)}, values={wild: 2})
+    Checkpoint(maker.store, "ep1").set_metadata({wild: wild})
+    one, two = maker.folder / "ep1", maker.folder / "ep2"
+    for verb in (
+        ("ls", maker.folder),
+        ("show", one),
+        ("show", "--tensors", one),
+        ("show", "--tree", one),
+        ("diff", one, two),
+        ("verify", one),
+        ("prune", maker.folder, "--keep-best", f"{wild}:min", "--why", "--dry-run"),
+        ("show", f"{maker.folder}/{wild}"),
+    ):
+        code = {"diff": 1}.get(verb[0], 3 if verb[1:] == (f"{maker.folder}/{wild}",) else 0)
+        result = milepost(*verb, code=code)
+        for text in (result.stdout, result.stderr):
+            assert all(one.isprintable() for one in text.replace("\n", "")), verb
+            assert "\nep9" not in text, verb
 
 
 @pytest.mark.parametrize(

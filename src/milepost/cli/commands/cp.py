@@ -13,6 +13,7 @@ from ...display import loading_bar
 from ...stores.url import is_address
 from ...transfers.one import copy_checkpoint
 from ...transfers.reports import CopyReport
+from ..escaped import escaped
 from ..places import locate, path_of
 from ..render import print_json, size_text
 from ..tally import tally
@@ -53,7 +54,7 @@ def cp(
     else:
         print(f"{report.url.removeprefix('file://')} ({detail_of(report)})")
     for name, why in report.skipped.items():
-        print(f"left out: {name}: {why}", file=sys.stderr)
+        print(f"left out: {escaped(name)}: {escaped(why)}", file=sys.stderr)
 
 
 def detail_of(report: CopyReport) -> str:

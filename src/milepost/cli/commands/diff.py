@@ -10,6 +10,7 @@ import typer
 
 from ..compare import Change, Comparison, compare, measure_changes, only_items
 from ..contents import read_contents
+from ..escaped import escaped
 from ..exits import Exit
 from ..places import locate
 from ..render import Column, count_text, print_json, print_table, size_text, span_text
@@ -102,7 +103,7 @@ def _print(a: str, b: str, changes: Sequence[Change], comparison: Comparison, *,
     _print_more(len(others) - top, "values")
     for clock in comparison.clocks:
         before, after = (span_text(float(text)) for text in (clock.before, clock.after))
-        print(f"not counted: {clock.path}, the time it took: {before} -> {after}")
+        print(f"not counted: {escaped(clock.path)}, the time it took: {before} -> {after}")
 
 
 def _print_more(count: int, what: str) -> None:

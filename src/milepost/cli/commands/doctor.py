@@ -10,6 +10,7 @@ from ...checkpoint import Run, run_store
 from ...errors import CheckpointError
 from ...stores.base import Store
 from ...stores.url import is_address, open_store, trimmed
+from ..escaped import escaped
 from ..exits import Exit
 from ..places import path_of
 from ..probes import FAIL, OK, WARN, Check, nearest_folder, probe_folder, probe_run, probe_versions
@@ -80,7 +81,7 @@ def _impatient(address: str) -> Store:
 def _print_hints(checks: list[Check]) -> None:
     told = [check for check in checks if check.status != OK and check.hint]
     for check in told:
-        print(f"{check.status} {check.name}: {check.hint}")
+        print(f"{check.status} {check.name}: {escaped(check.hint)}")
     num_warned = sum(check.status == WARN for check in checks)
     num_failed = sum(check.status == FAIL for check in checks)
     print(

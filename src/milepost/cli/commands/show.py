@@ -9,6 +9,7 @@ import typer
 from ...checkpoint import Checkpoint
 from ...runs.costs import cost_text
 from ..contents import Contents, read_contents
+from ..escaped import escaped
 from ..places import Located, locate
 from ..render import (
     Column,
@@ -132,9 +133,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
     width = max(len(title) for title in lines)
     for title, text in lines.items():
         if text:
-            print(f"{title:<{width}}  {text}")
+            print(f"{title:<{width}}  {escaped(text)}")
     for note in facts["notes"]:
-        print(f"{'inexact':<{width}}  {note}")
+        print(f"{'inexact':<{width}}  {escaped(note)}")
 
 
 def _size_text(facts: dict[str, Any]) -> str:
@@ -201,7 +202,7 @@ def _print_tree(contents: Contents) -> None:
             if owner == item
         }
         for line in tree_lines(item, tree, texts):
-            print(line)
+            print(escaped(line))
 
 
 def _file_records(checkpoint: Checkpoint) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from ...display import loading_bar
 from ...errors import CheckpointError
 from ...runs.scan import State
 from ...runs.verify import Level, Problem, VerifyReport
+from ..escaped import escaped
 from ..exits import Exit
 from ..places import locate, locate_run
 from ..render import count_text, print_json, size_text
@@ -115,9 +116,9 @@ def _print(result: _Result) -> None:
         detail = "no commit"
     else:
         detail = count_text(len(result.problems), "problem")
-    print(f"{result.name}: {result.verdict.value} ({detail})")
+    print(f"{escaped(result.name)}: {result.verdict.value} ({detail})")
     for problem in result.problems:
-        print(f"  {problem.text}")
+        print(f"  {escaped(problem.text)}")
 
 
 def _record(result: _Result) -> dict[str, Any]:
