@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import milepost as mp
 from milepost.checkpoint import Checkpoint
 from milepost.format import canonical
+from milepost.format.frames import CODEC, padded
 from milepost.stores import MemoryStore
 
 BLOCK = 8 * 1024 * 1024
@@ -222,7 +223,31 @@ def many_tensors(count):
     return change
 
 
+def framed(num_blocks, **wrong):
+    """A compressed part of nothing that announces so many blocks of 8 MiB."""
+
+    def change(made):
+        made.write("box.safetensors", bytes(padded(1) * (num_blocks - 1) + 1))
+        made.manifest["files"][-1]["frames"] = {
+            "codec": CODEC,
+            "size": num_blocks * BLOCK,
+            "crc32c": "0" * 8 * num_blocks,
+            "lengths": [1] * num_blocks,
+            "frame_crc32c": f"{crc32c(bytes(1)):08x}" * num_blocks,
+            **wrong,
+        }
+        made.manifest["format"] = 2
+
+    return change
+
+
 REFUSED = {
+    # compressed parts
+    "frames of nothing that announce 8 GiB": framed(1024),
+    "frames of a negative length": framed(2, lengths=[-1, 1]),
+    "frames beyond every file": framed(1, size=2**62),
+    "frames of a codec that is a list": framed(1, codec=["zstd"]),
+    "frames that are fewer than the blocks": framed(4, lengths=[1]),
     # the container
     "header length beyond everything": with_part(b"{}", length=2**63),
     "header length beyond the file": with_part(b"{}", length=10_000),
