@@ -323,9 +323,7 @@ class BlockReads:
         """Read a block past the page cache into ``data``, check it, and copy it into place."""
         reader.read_into(block.start, data)
         with self._at_work:  # more than there are cores would only take the caches from each other
-            require_block(
-                reader, file.entry, block.number, data, where=file.where, tensors=block.tensors
-            )
+            require_block(reader, file.entry, block.number, data, where=file.where)
             self._fill(block, data, block.parts)
 
     def _tell(self, num_bytes: int) -> None:
@@ -342,7 +340,7 @@ class BlockReads:
         """Copy a block from memory of the store; ``data`` is memory for another try."""
         entry, number = file.entry, block.number
         if crc32c(lent) != entry.crcs[number]:
-            read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)
+            read_again(reader, entry, number, data, where=file.where)
             lent = data
         self._fill(block, lent, block.parts)
 
@@ -401,7 +399,7 @@ class BlockReads:
         """Check a block most of which is in its place already, and copy the rest from ``data``."""
         entry, number = file.entry, block.number
         if found != entry.crcs[number]:
-            read_again(reader, entry, number, data, where=file.where, tensors=block.tensors)
+            read_again(reader, entry, number, data, where=file.where)
             rest = block.parts
         self._fill(block, data, rest)
 

@@ -39,28 +39,23 @@ def check_size(reader: Reader, entry: FileEntry, where: str) -> None:
         )
 
 
-def check_block(
-    data: memoryview, entry: FileEntry, block: int, where: str, tensors: Sequence[str] = ()
-) -> None:
-    """Refuse a block that does not match its checksum, and name what is in it."""
+def check_block(data: memoryview, entry: FileEntry, block: int, where: str) -> None:
+    """Refuse a block that does not match its checksum."""
     found = crc32c(data)
     if found != entry.crcs[block]:
-        named = _named(tensors)
         raise DamagedError(
             f"Block {block} of {where} (bytes {block * BLOCK_BYTES:,} to "
-            f"{block * BLOCK_BYTES + len(data):,}) is damaged"
-            + (f"; it holds {named}." if named else "."),
+            f"{block * BLOCK_BYTES + len(data):,}) is damaged.",
             hint="Load an earlier checkpoint; resume does so by itself.",
             path=where,
             block=block,
-            tensors=tuple(tensors),
             expected=f"{entry.crcs[block]:08x}",
             found=f"{found:08x}",
         )
 
 
 def name_tensors(error: DamagedError, tensors: Sequence[str]) -> None:
-    """Add what is in a block to an error that could not know, that of a frame."""
+    """Add what is in a block to an error that does not know it."""
     if "tensors" not in error.facts and tensors:
         error.facts = {**error.facts, "tensors": tuple(tensors)}
         error.what = f"{error.what.removesuffix('.')}; it holds {_named(tensors)}."
@@ -77,7 +72,6 @@ def read_block(
     data: memoryview,
     *,
     where: str,
-    tensors: Sequence[str] = (),
 ) -> None:
     """Fill memory with a block, and check it; read it once more if it is not what was written.
 
@@ -87,13 +81,12 @@ def read_block(
         block: Number of the block.
         data: Page-aligned memory of the length of the block.
         where: The file, for messages.
-        tensors: What is in it, for messages.
 
     Raises:
         DamagedError: Both times it did not match its checksum.
     """
     reader.read_into(block * BLOCK_BYTES, data)
-    require_block(reader, entry, block, data, where=where, tensors=tensors)
+    require_block(reader, entry, block, data, where=where)
 
 
 def require_block(
@@ -103,14 +96,13 @@ def require_block(
     data: memoryview,
     *,
     where: str,
-    tensors: Sequence[str] = (),
 ) -> None:
     """Check a block that was read, and read it once more if it is not what was written.
 
     See :func:`read_block`.
     """
     if crc32c(data) != entry.crcs[block]:
-        read_again(reader, entry, block, data, where=where, tensors=tensors)
+        read_again(reader, entry, block, data, where=where)
 
 
 def read_again(
@@ -120,11 +112,10 @@ def read_again(
     data: memoryview,
     *,
     where: str,
-    tensors: Sequence[str] = (),
 ) -> None:
     """Fill memory with a block that did not match; it must this time. See :func:`read_block`."""
     reader.read_into(block * BLOCK_BYTES, data)
-    check_block(data, entry, block, where, tensors)
+    check_block(data, entry, block, where)
     _log.warning(
         "Block %d of %s came damaged, and whole when it was read again: something between here and "
         "its disk alters bytes.",

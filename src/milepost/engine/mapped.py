@@ -33,7 +33,7 @@ from ..stores.pages import page_memory
 from ..tensors.boxes import Box
 from ..tensors.dtypes import dtype_of_code
 from ..tensors.unpack import leaf_keys, unpack_item
-from .checks import check_block, check_size
+from .checks import check_block, check_size, name_tensors
 from .pieces import Piece, StoredWhole
 from .read import CheckpointSource
 from .workers import Workers
@@ -172,7 +172,11 @@ def _check(fd: int, entry: FileEntry, where: str, inside: _Inside) -> None:
             start = block * BLOCK_BYTES
             data = memory[: min(BLOCK_BYTES, entry.size_bytes - start)]
             _fill(fd, start, data, where)
-            check_block(data, entry, block, where, inside.names(block))
+            try:
+                check_block(data, entry, block, where)
+            except DamagedError as error:
+                name_tensors(error, inside.names(block))
+                raise
 
     crew.run(work)
 
