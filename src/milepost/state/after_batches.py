@@ -8,6 +8,7 @@ of it has changed the state yet.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from .loader import ResumableLoader
 from .marks import version_of
+from .places import buffers_in, parameters_in, places_in
 from .rng import capture_rng
 from .small import SmallState, mark_of
 
@@ -83,7 +85,8 @@ class AfterBatches:
     def _marks(self) -> dict[str, Any]:
         marks: dict[str, Any] = {}
         for name, model in self._models.items():
-            tensors = [*model.parameters(), *model.buffers()]
+            places = list(places_in(model))
+            tensors = [one for _, one in chain(parameters_in(places), buffers_in(places))]
             # The tensors are held, so that no other one can take the place of one that is replaced.
             marks[name] = (
                 _Same(tensors),

@@ -17,6 +17,8 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from .places import places_in
+
 __all__ = ["Marks", "ModuleTensors", "gradients_of", "is_zero", "version_of"]
 
 _version = attrgetter("_version")
@@ -97,7 +99,8 @@ class ModuleTensors:
         found = list(chain.from_iterable(map(_values, self._children)))
         if self._children and list(map(id, found)) == self._ids:
             return
-        modules = list(dict.fromkeys(chain.from_iterable(map(nn.Module.modules, self._models))))
+        places = chain.from_iterable(map(places_in, self._models))
+        modules = list(dict.fromkeys(module for _, module in places))
         self._children = [module._modules for module in modules]
         self._parameters = [module._parameters for module in modules]
         self._buffers = [module._buffers for module in modules]
