@@ -117,7 +117,7 @@ class Checkpointer:
             :meth:`save` returns when the last 8 MiB of it are copied.
         **objects: What to save, by name: modules, optimizers, schedulers, loaders, anything with
             ``state_dict`` and ``load_state_dict``, a :class:`Value`, a :class:`PerRank`, a
-            :class:`Stage`, or a dict of such.
+            :class:`Stage`, or a dict of such, which is saved with the members that it has then.
 
     Raises:
         UsageError: An option or object that makes no sense.
@@ -209,6 +209,7 @@ class Checkpointer:
         self._clock_schedule: Schedule | None = None
         self._timed: TimedTogether | None = None
         self._is_rolled_back = False
+        self._is_iterating = False
         self._total_epochs: int | None = None
         self._batch_at_open = 0
         self._is_open = False
@@ -472,10 +473,11 @@ class Checkpointer:
             loader: The loader; tracked as ``loader`` if it is not tracked yet.
 
         Raises:
-            UsageError: The loader yields nothing at all.
+            UsageError: The loader yields nothing at all, or another one is being iterated.
             Preempted: A signal asked us to end; the state is saved.
         """
         self._require_open()
+        self._require_one_iteration()
         if id(loader) not in self._loaders:
             self._refuse_second_loader(loader)
             self.track(loader=loader)
@@ -486,6 +488,7 @@ class Checkpointer:
         self._saves.iterated, self._is_rolled_back = own, False
         own.set_epoch(self.timer.epoch)
         self.prepare()
+        self._is_iterating = True
         try:
             for batch in own.iterate(self.take_rng()):
                 self._hand.take(own, own.of_all_ranks(num_samples(batch)))
@@ -494,6 +497,7 @@ class Checkpointer:
                     return
                 self._put_down()
         finally:
+            self._is_iterating = False
             self._saves.wait_until_copied()  # what comes after the loop may write to anything
         if own.position == 0:
             raise UsageError(
@@ -623,6 +627,8 @@ class Checkpointer:
                 :meth:`step`; the state is saved.
         """
         self._require_open()
+        if self._tracked.refresh():
+            self._watch()
         pending = self._saves.save(
             name,
             metrics=metrics,
@@ -794,6 +800,17 @@ class Checkpointer:
                 safe="Nothing was trained or saved.",
                 hint="Pass the tracked loader itself, and wrap what comes out: "
                 "tqdm(run.batches(loader)). A second loader is tracked under a name of its own.",
+            )
+
+    def _require_one_iteration(self) -> None:
+        """Refuse to iterate a loader while another is: each batch of both would count."""
+        if self._is_iterating:
+            raise UsageError(
+                "run.batches() is iterated while another run.batches() is: a step would count as "
+                "two batches.",
+                hint="Take one of the loaders from run.batches(), and have it yield what belongs "
+                "together: a data set of pairs, or a loader that zips others and has a state_dict. "
+                "A loader that is only evaluated is iterated by itself.",
             )
 
     def _require_counted_batches(self) -> None:

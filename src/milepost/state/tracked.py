@@ -72,6 +72,7 @@ class Tracked:
         self._objects: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
         self._packings: dict[str, Packing] = {}
+        self._members: dict[str, list[tuple[str, int]]] = {}
         self._homes: dict[str, Home] = {}
         self._holders: dict[str, Holders] = {}
         self._names_now: list[ParameterNames] = []
@@ -83,6 +84,23 @@ class Tracked:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
+
+    def refresh(self) -> bool:
+        """Look at groups whose members were replaced, added or taken out since.
+
+        Returns:
+            Whether there are such; they are saved with the members that they have now.
+        """
+        changed = [
+            name
+            for name, target in self._objects.items()
+            if _is_group(target) and self._members[name] != _members(target)
+        ]
+        for name in changed:
+            target = self._objects[name]
+            self._parts[name] = self._part(name, target)
+            self._packings[name], self._members[name] = Packing(name), _members(target)
+        return bool(changed)
 
     def add(self, name: str, target: Any) -> None:
         """Track an object.
@@ -113,6 +131,8 @@ class Tracked:
         self._parts[name] = self._part(name, target)
         self._packings[name] = Packing(name)
         self._objects[name], self._homes[name] = target, home
+        if _is_group(target):
+            self._members[name] = _members(target)
 
     def parameter_names(self) -> ParameterNames:
         """Return the names of the parameters of all tracked models, as they are now."""
@@ -238,6 +258,7 @@ class Tracked:
             return self._capture()
 
     def _capture(self) -> list[PackedItem]:
+        self.refresh()
         self._names_now[:] = [self.parameter_names()]  # the same for all that asks for them
         try:
             items = [self._pack(name, part) for name, part in self._parts.items()]
@@ -377,12 +398,28 @@ class Tracked:
         if is_pair and not any(isinstance(one, nn.Module | Stateful) for one in target):
             return ValuePart(Value(*target))
         if isinstance(target, Mapping) and all(isinstance(key, str) for key in target):
+            nested = [key for key, member in target.items() if _is_group(member)]
+            if nested:
+                raise UsageError(
+                    f"{name}[{nested[0]!r}] is a group within a group.",
+                    hint=f"Track it by itself: {nested[0]}=...",
+                    name=name,
+                )
             return GroupPart({key: self._part(key, member) for key, member in target.items()})
         raise UsageError(
             f"The object given as {name!r} ({type(target).__qualname__}) cannot be tracked.",
             hint="Give it state_dict and load_state_dict, or pass milepost.Value(getter, setter).",
             name=name,
         )
+
+
+def _is_group(target: Any) -> bool:
+    return isinstance(target, Mapping) and not isinstance(target, Stateful)
+
+
+def _members(group: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return what tells whether a group has other members; their parts keep all of them alive."""
+    return [(key, id(member)) for key, member in group.items()]
 
 
 def _models(objects: Mapping[str, Any]) -> dict[str, Model]:
