@@ -29,6 +29,7 @@ _TOGETHER = 256
 _kind_of, _key_of = itemgetter("$"), itemgetter("key")
 _code_of, _stored_shape_of = attrgetter("code"), attrgetter("shape")
 _dtype_of, _shape_of, _layout_of = attrgetter("dtype"), attrgetter("shape"), attrgetter("layout")
+_is_meta = attrgetter("is_meta")
 _STRIDED = frozenset({torch.strided})
 
 
@@ -74,7 +75,7 @@ def find_fit(
     if set(map(type, found)) != {TensorInfo}:
         return None
     tensors = list(map(live.__getitem__, tree))
-    if not _are_like(tensors, found):
+    if not _are_like(tensors, found) or _are_tied_only_here(tensors, keys):
         return None
     return Fit(list(tree), keys, tensors)
 
@@ -102,6 +103,12 @@ def _are_like(tensors: list[Tensor], infos: list[Any]) -> bool:
             return False
         if list(map(_shape_of, some)) != list(map(_stored_shape_of, stored)):
             return False
-        if not _STRIDED.issuperset(map(_layout_of, some)):
+        if not _STRIDED.issuperset(map(_layout_of, some)) or any(map(_is_meta, some)):
             return False
     return True
+
+
+def _are_tied_only_here(tensors: list[Tensor], keys: list[str]) -> bool:
+    """Return whether one tensor stands for several that are stored."""
+    num_live = len(set(map(id, tensors)))
+    return num_live < len(tensors) and num_live < len(set(keys))

@@ -158,6 +158,7 @@ class ModelPart(Alike):
             report.problems.append(f"{item} is not the state of a model.")
             return {}
         matches: dict[str, tuple[str, Any]] = {}
+        live_of: dict[Any, tuple[str, Any]] = {}
         for stored, tag in tree.items():
             name = self._rename(stored) if self._rename else stored
             if name not in live:
@@ -166,12 +167,24 @@ class ModelPart(Alike):
             own, value = live.pop(name)
             if self._fits(f"{item}: {name}", tag, infos, value, report):
                 matches[own] = (stored, value)
+                stored_key = tag.get("key") if isinstance(tag, Mapping) else None
+                first, key = live_of.setdefault(_memory_of(value), (name, stored_key))
+                if key != stored_key:
+                    report.notes.append(
+                        f"{item}: {first} and {name} are one tensor here and were two when they "
+                        "were saved: it has the value of the last."
+                    )
         report.missing.extend(f"{item}: {name}" for name in live)
         return matches
 
     def _fits(
         self, label: str, tag: Any, infos: Mapping[str, Any], value: Any, report: LoadReport
     ) -> bool:
+        if isinstance(value, Tensor) and value.is_meta:
+            report.problems.append(
+                f"{label} is on the meta device and has no memory; call to_empty(device=...) first."
+            )
+            return False
         if _is_plain_fit(tag, infos, value):
             return True
         is_leaf = isinstance(tag, Mapping) and tag.get("$") == "tensor"
@@ -293,6 +306,15 @@ class _StateDict(OrderedDict[str, Any]):
     """A state dict as torch makes it."""
 
     _metadata: OrderedDict[str, dict[str, int]]
+
+
+def _memory_of(value: Any) -> Any:
+    """Return what is equal for two names of one tensor, which state dicts give as two objects."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
+        return id(value)
+    if type(value) not in (Tensor, nn.Parameter):
+        return id(value)
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def _is_plain_fit(tag: Any, infos: Mapping[str, Any], value: Any) -> bool:

@@ -298,3 +298,26 @@ def test_conjugated_and_negative_views_come_back(tmp_path, numel):
     for name in ("conj", "neg"):
         assert torch.equal(getattr(live, name), getattr(model, name))
         assert getattr(live, name).is_conj() == getattr(model, name).is_conj()
+
+
+def test_a_model_without_memory_is_told_of(tmp_path):
+    """Nothing would be read, and every tensor would be called restored."""
+    saved = save(tmp_path, model=nn.Linear(2, 2))
+    live = nn.Linear(2, 2, device="meta")
+    with pytest.raises(mp.MismatchError, match="meta device"):
+        saved.load_weights(live)
+    saved.load_weights(live.to_empty(device="cpu"))
+    assert torch.equal(live.weight, saved.load()["state"]["model"]["weight"])
+
+
+def test_two_tensors_that_became_one_are_told_of(tmp_path):
+    """One of two values is lost then."""
+    stored = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    live = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    live["b"].weight = live["a"].weight
+    saved = save(tmp_path, model=stored)
+    report = saved.load_weights(live)
+    assert [note for note in report.notes if "a.weight and b.weight are one tensor here" in note]
+    assert torch.equal(live["a"].weight, stored["b"].weight)
+    again = save(tmp_path / "tied", model=live)
+    assert again.load_weights(live).notes == []

@@ -374,7 +374,6 @@ TAKEN_TOGETHER = (
     "another module",
     "another parameter",
     "compiled inside",
-    "elsewhere",
     "evaluated",
     "frozen",
     "gaps",
