@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..collecting import no_collecting
 from ..errors import MismatchError, UnsupportedStateError
@@ -159,13 +160,16 @@ class ModelPart(Alike):
             return {}
         matches: dict[str, tuple[str, Any]] = {}
         live_of: dict[Any, tuple[str, Any]] = {}
+        shapers = self._shapers()
         for stored, tag in tree.items():
             name = self._rename(stored) if self._rename else stored
             if name not in live:
                 report.unexpected.append(f"{item}: {stored}")
                 continue
             own, value = live.pop(name)
-            if self._fits(f"{item}: {name}", tag, infos, value, report):
+            if is_lazy(value) or name.rpartition(".")[0] in shapers:
+                matches[own] = (stored, value)  # what shape it takes is decided in there
+            elif self._fits(f"{item}: {name}", tag, infos, value, report):
                 matches[own] = (stored, value)
                 stored_key = tag.get("key") if isinstance(tag, Mapping) else None
                 first, key = live_of.setdefault(_memory_of(value), (name, stored_key))
@@ -176,6 +180,21 @@ class ModelPart(Alike):
                     )
         report.missing.extend(f"{item}: {name}" for name in live)
         return matches
+
+    def _shapers(self) -> frozenset[str]:
+        """Return the names of modules that may give their tensors another shape in a load.
+
+        Observers of quantization do, memories, and modules that find out their shapes when they are
+        called first.
+        """
+        walk = walk_of(self.module)
+        if walk.is_flat:
+            return frozenset()
+        return frozenset(
+            name
+            for name, member in zip(walk.module_names, walk.modules(), strict=True)
+            if not loads_plainly(member, [member])
+        )
 
     def _fits(
         self, label: str, tag: Any, infos: Mapping[str, Any], value: Any, report: LoadReport

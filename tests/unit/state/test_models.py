@@ -321,3 +321,30 @@ def test_two_tensors_that_became_one_are_told_of(tmp_path):
     assert torch.equal(live["a"].weight, stored["b"].weight)
     again = save(tmp_path / "tied", model=live)
     assert again.load_weights(live).notes == []
+
+
+class Memory(nn.Module):
+    """Has as many rows as it was given, and no fewer than what it loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(0, 2))
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.rows = torch.empty_like(state[f"{prefix}rows"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_a_module_may_give_its_tensors_another_shape(tmp_path):
+    """Observers of quantization do, memories, and modules that were never called."""
+    model = nn.ModuleDict({"memory": Memory(), "lazy": nn.LazyLinear(3), "plain": nn.Linear(2, 2)})
+    model["memory"].rows = torch.randn(5, 2)
+    model["lazy"](torch.randn(1, 4))
+    save(tmp_path, model=model)
+    live = nn.ModuleDict({"memory": Memory(), "lazy": nn.LazyLinear(3), "plain": nn.Linear(2, 2)})
+    with mp.Checkpointer(tmp_path, model=live):
+        pass
+    assert_equal_states(snapshot(live), snapshot(model))
+    narrow = nn.ModuleDict({"memory": Memory(), "lazy": nn.LazyLinear(3), "plain": nn.Linear(2, 1)})
+    with pytest.raises(mp.MismatchError, match=r"plain.weight \(stored \[2, 2\], live \[1, 2\]\)"):
+        mp.Checkpointer(tmp_path, model=narrow).open()
