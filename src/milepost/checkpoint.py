@@ -185,13 +185,15 @@ class Checkpoint:
             model: The live model.
             strict: Whether names, shapes and dtypes must all be equal. A lenient load takes what
                 fits; that nothing at all fits is an error all the same.
-            item: Name of the model in the checkpoint, if it is not ``model``.
+            item: Name of the model in the checkpoint, if it is not ``model``; ``item/member`` of a
+                group.
             rename: Maps a stored name to the live one.
 
         Returns:
             What was loaded, missing, unexpected and converted.
 
         Raises:
+            MissingError: There is no such item.
             MismatchError: It does not fit. The model was not changed.
             DamagedError: Bytes that do not match their checksum.
         """

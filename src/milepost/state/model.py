@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..collecting import no_collecting
-from ..errors import MismatchError, UnsupportedStateError
+from ..errors import MismatchError, MissingError, UnsupportedStateError
 from ..tensors.boxes import is_sharded
 from ..tensors.dtypes import dtype_name, dtype_of_code, named_dtype
 from ..tensors.flat import Run
@@ -24,7 +24,7 @@ from .places import places_in
 from .plain import loads_plainly
 from .report import LoadReport, restoring
 from .setup import stored_versions
-from .source import StateSource, load_item, new_like, new_tensor
+from .source import StateSource, load_item, new_like, new_tensor, subtree
 from .walks import walk_of
 from .wrappers import unwrap
 
@@ -349,6 +349,17 @@ def _is_plain_fit(tag: Any, infos: Mapping[str, Any], value: Any) -> bool:
     )
 
 
+def _with_item(source: StateSource, item: str) -> StateSource:
+    """Return a source that shows an item, which may be a member of a group."""
+    group, _, member = item.partition("/")
+    trees = source.trees
+    if item in trees:
+        return source
+    if member and isinstance(trees.get(group), Mapping) and member in trees[group]:
+        return subtree(source, group, member)
+    raise MissingError(f"{source.name} holds no item {item!r}.", hint=f"It holds {sorted(trees)}.")
+
+
 def load_weights(
     source: StateSource,
     item: str,
@@ -361,15 +372,17 @@ def load_weights(
 
     Args:
         source: Where they are stored.
-        item: Name of the model's item.
+        item: Name of the model's item, or ``item/member`` of a group.
         module: The live model.
         strict: See :class:`ModelPart`.
         rename: Maps stored names to live ones.
 
     Raises:
+        MissingError: There is no such item.
         MismatchError: Something does not fit (strict), or nothing fits at all.
     """
     report = LoadReport(source.name)
+    source = _with_item(source, item)
     part = ModelPart(module, strict=strict, rename=rename)
     with restoring(source.name, item):
         part.check(source, item, report)

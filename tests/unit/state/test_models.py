@@ -348,3 +348,15 @@ def test_a_module_may_give_its_tensors_another_shape(tmp_path):
     narrow = nn.ModuleDict({"memory": Memory(), "lazy": nn.LazyLinear(3), "plain": nn.Linear(2, 1)})
     with pytest.raises(mp.MismatchError, match=r"plain.weight \(stored \[2, 2\], live \[1, 2\]\)"):
         mp.Checkpointer(tmp_path, model=narrow).open()
+
+
+def test_weights_are_loaded_from_a_member_of_a_group_and_from_nothing_else(tmp_path):
+    """By the name that reports use; a name that is not there is told with those that are."""
+    nets = {"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)}
+    saved, live = save(tmp_path, nets=nets), nn.Linear(2, 2)
+    saved.load_weights(live, item="nets/two")
+    assert_equal_states(snapshot(live), snapshot(nets["two"]))
+    for item in ("model", "nets/three", "two"):
+        with pytest.raises(mp.MissingError, match=f"holds no item '{item}'") as caught:
+            saved.load_weights(live, item=item)
+        assert "'nets'" in str(caught.value)
