@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -244,8 +245,7 @@ class Trainer:
         )
         state = self.state
         state.run_directory = run_directory(save_folder, folder)
-        if not state.optimizers:
-            raise UsageError("A training needs an optimizer.")
+        _check_optimizers(state.optimizers)
         state.scaler = choose_scaler(state.precision, state.device, given=scaler)
         state.evaluators = as_evaluators(
             eval_dataloader,
@@ -471,3 +471,17 @@ class Trainer:
             timer.stop()
             leave = partial(self._session.end_fit, error, is_rank_gone=self._alarm.is_rank_gone)
             close_all((self._dispatch.close, leave, self._alarm.stop), error)
+
+
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse to train without an optimizer, or with one that computes the loss by itself."""
+    if not optimizers:
+        raise UsageError("A training needs an optimizer.")
+    for optimizer in optimizers:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"The step of {type(optimizer).__qualname__} needs a closure, and the Trainer "
+                "computes each batch once.",
+                hint="Write the loop yourself, with milepost.Checkpointer.",
+            )

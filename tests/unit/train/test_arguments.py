@@ -176,3 +176,12 @@ def test_metrics_of_the_training_may_stand_in_names(
     (saved,) = trainer.saved_checkpoints
     assert name in saved
     assert "nan" not in saved
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_refused_at_the_start(make) -> None:
+    """And not by a TypeError in the first step."""
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(UsageError, match="step of LBFGS needs a closure"):
+        make(model=model, optimizers=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(UsageError, match="needs an optimizer"):
+        make(model=model, optimizers=[])
