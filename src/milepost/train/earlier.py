@@ -8,10 +8,13 @@ not judged here: it is compared with the loader before anything is restored.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..checkpoint import Checkpoint, Run, open_source, run_store
+from ..copies.cached import CachedStore
+from ..copies.kept import KeptCopies
 from ..errors import CheckpointError
 from ..state.source import load_item
 from .group import Group
@@ -37,7 +40,12 @@ class Earlier:
 
 
 def find_earlier(
-    path_format: Place | None, *, folder: str | None, resume: str, group: Group
+    path_format: Place | None,
+    *,
+    folder: str | None,
+    resume: str,
+    local_cache: str | os.PathLike[str] | None,
+    group: Group,
 ) -> Earlier:
     """Look at what is gone on from, on one rank for all.
 
@@ -45,6 +53,7 @@ def find_earlier(
         path_format: What the first start goes on from; ``None``: from the beginning.
         folder: The run, whose newest checkpoint comes first with ``resume``; ``None``: no run.
         resume: ``"never"``, ``"auto"`` or ``"must"``.
+        local_cache: Where this machine has copies of what is in a bucket, if it keeps any.
         group: The ranks, all of which must ask.
 
     Returns:
@@ -55,6 +64,8 @@ def find_earlier(
         try:
             place = check_place(path_format)
             store = None if folder is None or resume == "never" else run_store(folder)
+            if store is not None and local_cache is not None and not store.traits.is_local:
+                store = CachedStore(store, KeptCopies(local_cache))
             newest = None if store is None else Run(store).latest()
             return _look(place if newest is None else newest)
         except CheckpointError as error:

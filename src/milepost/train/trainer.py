@@ -225,6 +225,7 @@ class Trainer:
                 None if load_object_store is not None or load_weights_only else load_path_format,
                 folder=folder,
                 resume=resume,
+                local_cache=local_cache,
                 group=group,
             ),
         )
