@@ -198,6 +198,7 @@ def planning(folder: Path, *, rounds: int) -> tuple[Figures, int]:
         folder / "run", model=model, optimizer=optimizer, handle_signals=False
     ) as run:
         for index in range(rounds + 2):
+            optimizer.step()  # as in a loop: what gradients are left over is no part of the state
             pending = run.save(f"round{index}", wait=True)
             stats = pending.stats
             found_s = stats["capture_s"] + stats["plan_s"]
